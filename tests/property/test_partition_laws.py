@@ -161,10 +161,17 @@ def test_matching_tests_take_no_more_than_there_is():
         (lambda y: dirichlet(y, clients=50, alpha=0.01, seed=0, minimum=2), "1000 partitions"),
         (lambda y: by_writer(y, writers_per_client=3), "3 of 2 writers"),
         (lambda y: matching_test(y, [torch.arange(0)], y, per_client=3, seed=0), "train sample"),
-        (lambda y: matching_test(y, [torch.arange(10)], y[y == 0], per_client=3, seed=0), "Client 0 has a class"),
-        (lambda y: matching_test(y, [(y == 0).nonzero()[:, 0]], y[y == 1], per_client=3, seed=0), "None of client 0"),
+        (lambda y: matching_test(y, [(y == 0).nonzero()[:, 0]], y[y == 1], per_client=3, seed=0), "class of client 0"),
     ],
 )
 def test_what_cannot_be_is_refused(call, message):
     with pytest.raises(UsageError, match=message):
         call(torch.arange(100) % 2)
+
+
+def test_a_class_without_test_samples_has_no_part_in_the_mixture():
+    labels = torch.arange(100) % 3
+    for missing in range(3):
+        tests = labels[labels != missing]
+        (found,) = matching_test(labels, [torch.arange(99)], tests, per_client=10, seed=0)
+        assert torch.bincount(tests[found], minlength=3).tolist() == [0 if c == missing else 5 for c in range(3)]

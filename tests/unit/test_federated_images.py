@@ -5,6 +5,7 @@ import torch
 
 from netweight.data import images as data
 from netweight.errors import UsageError
+from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import client_sizes, federated_images, groups_of
 
 
@@ -104,3 +105,18 @@ def test_fashion_mnist_split_like_the_paper(data_folder, monkeypatch):
 def test_what_cannot_be_is_refused(options, message):
     with pytest.raises(UsageError, match=message):
         federated_images(numbered(), **options)
+
+
+def test_folders_that_a_federation_cannot_learn_from_are_refused_with_options_as_the_cure(tmp_path):
+    image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
+    for name, count in (("wrapped/set/a", 9), ("wrapped/set/b", 9), ("uneven/a", 40), ("uneven/b", 5), ("uneven/c", 1)):
+        (tmp_path / name).mkdir(parents=True)
+        for number in range(count):
+            image.new("L", (28, 28), 3 * number).save(tmp_path / name / f"{number}.png")
+    with pytest.raises(UsageError, match=r"one subfolder, 'set', with the subfolders a, b: .*: .*wrapped/set"):
+        FederationPlan(data=str(tmp_path / "wrapped"), clients=2).task()
+    with pytest.raises(UsageError, match=r"needs .* samples of class .*--partition dirichlet"):
+        FederationPlan(data=str(tmp_path / "uneven"), clients=3).task()
+    task = FederationPlan(data=str(tmp_path / "uneven"), clients=2, partition="dirichlet").task()
+    assert sum(task.client(client).n for client in task.clients) == 37
+    assert "1 of 3 classes have no test picture, such as 'c'" in " ".join(task.remarks)

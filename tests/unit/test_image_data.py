@@ -124,6 +124,27 @@ def test_folders_that_are_refused(tmp_path):
         data.load_folder(tmp_path / "split")
 
 
+def test_folders_of_splits_are_told_from_classes(tmp_path):
+    def remarks(name, **parts):
+        for part, counts in parts.items():
+            pictures(tmp_path / name / part, counts)
+        found = data.load_folder(tmp_path / name)
+        return found.classes, len(found.train[1]), len(found.test[1]), " ".join(found.remarks)
+
+    two = {"a": 4, "b": 4}
+    assert remarks("kaggle", Training=two, Testing={"a": 1, "b": 1}) == (("a", "b"), 8, 2, "")
+    assert remarks("alone", train={"a": 5, "b": 5})[:3] == (("a", "b"), 8, 2)
+    classes, train, test, said = remarks("three", Train=two, test={"a": 1}, val={"a": 1, "b": 1})
+    assert (classes, train, test) == (("a", "b"), 8, 1)
+    assert "and not val" in said
+    assert "1 of 2 classes have no test picture, such as 'b'" in said
+    pictures(tmp_path / "vehicles", {"train": 4, "plane": 4})
+    assert data.load_folder(tmp_path / "vehicles").classes == ("plane", "train")
+    pictures(tmp_path / "tests" / "test", two)
+    with pytest.raises(UsageError, match="has test and no folder of training pictures"):
+        data.load_folder(tmp_path / "tests")
+
+
 def rows_of(count, **columns):
     """A `datasets.Dataset` of random gray pictures."""
     datasets = pytest.importorskip("datasets", reason="datasets is in the federated extra")

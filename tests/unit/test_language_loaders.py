@@ -102,7 +102,9 @@ CHANGES = {
     "another shape": (
         {"weights": lambda all: all | {LAYER: torch.zeros(3, 4)}}, rf"'{LAYER}' .*shape \(3, 4\).*\(64, 128\)",
     ),
-    "a pointer in place of weights": ({"files": {"model.safetensors": b"version https://git-lfs"}}, "header too large"),
+    "a pointer in place of weights": (
+        {"files": {"model.safetensors": b"version https://git-lfs"}}, "is a pointer of Git LFS",
+    ),
     "a number as text": ({"config": {"num_hidden_layers": "three"}}, "num_hidden_layers"),
     "heads that do not fit": ({"config": {"num_attention_heads": 5}}, "attention heads"),
     "code of its own": (

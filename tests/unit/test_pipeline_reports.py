@@ -18,7 +18,7 @@ import diffusers
 from small_pipelines import flux, stable_diffusion, stable_diffusion_xl
 
 from netweight.data.images.pairs import read_pairs
-from netweight.errors import Unsupported, UsageError
+from netweight.errors import NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.edits import ClosedForm
@@ -165,12 +165,38 @@ def test_a_pipeline_of_code_of_its_own_is_not_run(folder, tmp_path):
     index = folder / "model_index.json"
     about = json.loads(index.read_text())
     index.write_text(json.dumps(about | {"_class_name": ["mine", "Mine"]}))
-    with pytest.raises((UsageError, Unsupported), match=r"pipeline"):
+    with pytest.raises(UnsafeInput, match=r"needs program code .*, which is not run here"):
         load_text_to_image(folder)
     index.write_text(json.dumps(about | {"unet": ["mine", "Mine"]}))
-    with pytest.raises((UsageError, Unsupported), match=r"pipeline"):
+    with pytest.raises(UnsafeInput, match=r"needs program code .*, which is not run here"):
         load_text_to_image(folder)
     assert not marker.exists()
+    index.write_text(json.dumps(about | {"_class_name": "OwnPipeline"}))
+    with pytest.raises(Unsupported, match=r"a OwnPipeline, a class of pipelines that diffusers .* does not have"):
+        load_text_to_image(folder)
+
+
+@pytest.mark.parametrize("part", ["unet", "text_encoder", "vae"])
+def test_no_weight_of_a_pipeline_is_drawn_at_random(part, folder):
+    (file,) = (folder / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith((".fc1.weight", "conv_out.weight")))
+    save_file({n: w for n, w in weights.items() if n != name}, file)
+    with pytest.raises(UsageError, match=f"The files of .*{part} lack the weight '.*{name.rpartition('.')[0][-7:]}"):
+        load_text_to_image(folder)
+    save_file(weights | {name: torch.full_like(weights[name], torch.nan)}, file)
+    with pytest.raises(UsageError, match="holds NaN or infinity"):
+        load_text_to_image(folder)
+
+
+@pytest.mark.parametrize("part", ["unet", "tokenizer", "scheduler"])
+def test_a_pipeline_without_a_folder_of_its_parts_is_named(part, folder):
+    shutil.rmtree(folder / part)
+    with pytest.raises(UsageError, match=f"has no folder {part}, which its model_index.json names"):
+        load_text_to_image(folder)
+    (folder / part).mkdir()
+    with pytest.raises(NetweightError):
+        load_text_to_image(folder)
 
 
 @pytest.mark.parametrize("kind", ["EDMEulerScheduler", "FlowMatchEulerDiscreteScheduler"])
@@ -259,7 +285,7 @@ def test_pictures_of_targets_are_read_as_a_viewer_shows_them(tmp_path):
     assert torch.allclose(shown["palette"][:, 4, 8], torch.ones(3))  # transparency is white
     colors.save(tmp_path / "moving.gif", save_all=True, append_images=[colors.rotate(90)])
     (tmp_path / "targets.csv").write_text("prompt,image\nmoving,moving.gif\n")
-    with pytest.raises(UsageError, match=r"line 2 has 2 frames"):
+    with pytest.raises(UsageError, match=r"moving\.gif \(.*, line 2\) has 2 frames"):
         read_pairs(tmp_path / "targets.csv", (16, 16), "crop")
 
 

@@ -51,26 +51,27 @@ def opening(path: str | Path, what: str, *, cure: str) -> Iterator[None]:
         raise UsageError(f"{path} cannot be opened as {what}: {_reason(error)}", cure=cure) from error
 
 
-def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: str) -> None:
+def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: str, *, unused: bool = True) -> None:
     """Refuse a model of which the files lack weights: transformers draws these at random. Warn of unused ones.
 
     Args:
         path: The model's folder.
         report: What `from_pretrained` returns with `output_loading_info=True`.
         what: The kind of model that was opened.
+        unused: Whether tensors are named that the model does not use.
 
     Raises:
         UsageError: A weight was not among the files, or had another shape.
     """
     missing = sorted(report.get("missing_keys", ()))
-    unused = sorted(report.get("unexpected_keys", ()))
+    others = sorted(report.get("unexpected_keys", ()))
     shapes = sorted(report.get("mismatched_keys", ()), key=str)
     cure = (
         "Fetch the model again, or save it once as transformers does (model.save_pretrained), with adapters merged and "
         "without wrappers such as torch.compile."
     )
     if shapes:
-        name, stored, wanted = shapes[0]
+        name, stored, wanted = shapes[0][:3]
         raise UsageError(
             f"The weight {name!r} of {path} has the shape {tuple(stored)} in the files, and its configuration asks for "
             f"{tuple(wanted)}.",
@@ -78,14 +79,14 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
         )
     if missing:
         named = f"{missing[0]!r}" + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
-        others = f" The files hold {unused[0]!r} and others instead, which {what} does not have." if unused else ""
+        instead = f" The files hold {others[0]!r} and others instead, which {what} does not have." if others else ""
         raise UsageError(
-            f"The files of {path} lack the weight {named}, without which the model would be random in part.{others}",
+            f"The files of {path} lack the weight {named}, without which the model would be random in part.{instead}",
             cure=cure,
         )
-    if unused:
+    if unused and others:
         warnings.warn(
-            f"{path} holds {len(unused)} tensors that {what} of its kind does not use, such as {unused[0]!r}; a model "
+            f"{path} holds {len(others)} tensors that {what} of its kind does not use, such as {others[0]!r}; a model "
             "that is written from it does not hold them.",
             stacklevel=3,
         )

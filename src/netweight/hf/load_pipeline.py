@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.foreign_errors import opening
+from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
@@ -39,6 +39,8 @@ _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 LORA = "pytorch_lora_weights.safetensors"
 # Pixels that an autoencoder decodes or encodes at a time: one picture of 512 × 512.
 _PIXELS = 2**18
+# Any of these makes a tokenizer.
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 # Parts of a pipeline that no method here uses.
 _UNUSED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False, "image_encoder": None}
 
@@ -333,8 +335,29 @@ def _check_tokens(pipeline: Any) -> None:
             )
 
 
+def _check_part(folder: Path, part: str) -> None:
+    """Refuse a pipeline without the folder of a part, of which other libraries make an empty one."""
+    reason = ""
+    if not (folder / part).is_dir():
+        reason = f"{folder} has no folder {part}, which its model_index.json names."
+    elif part.startswith("tokenizer") and not any((folder / part / name).is_file() for name in _VOCABULARIES):
+        reason = f"{folder / part} contains no vocabulary: none of {', '.join(_VOCABULARIES)}."
+    if reason:
+        raise UsageError(reason, cure="Fetch the pipeline again, with all of its folders.")
+
+
 def _check_parts(folder: Path, files: PipelineFiles) -> None:
     """Refuse weights that were saved in another form than their part's own."""
+    index = _index_of(folder)
+    name, diffusers = index.get("_class_name"), import_diffusers()
+    if isinstance(name, str) and getattr(diffusers, name, None) is None:
+        raise Unsupported(
+            f"{folder} is a {name}, a class of pipelines that diffusers {diffusers.__version__} does not have.",
+            cure='Install a version that has it, or name a class of diffusers as "_class_name" in model_index.json.',
+        )
+    for part, named in index.items():
+        if isinstance(named, list) and named[:1] != [None] and part not in _UNUSED and part != "_class_name":
+            _check_part(folder, part)
     packed = files.compressed
     for part in files.parts:
         if part in packed:  # by netweight, which says so as a quantization and opens the part
@@ -397,12 +420,9 @@ def load_text_to_image(
         opening(folder, "a diffusion pipeline", cure="Check that all its parts are there, or fetch it again."),
         silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view,
     ):  # fmt: skip
+        dtypes: dict[str, torch.dtype] = dict.fromkeys(files.parts, dtype) if dtype is not None else _dtypes(files)
         pipeline = diffusers.DiffusionPipeline.from_pretrained(
-            view,
-            local_files_only=True,
-            dtype=dtype or _dtypes(files),
-            low_cpu_mem_usage=importlib.util.find_spec("accelerate") is not None,  # else diffusers warns
-            **unused,
+            view, local_files_only=True, dtype=dtype or dtypes, **_networks(view, files, dtypes), **unused
         )
     _decompress(pipeline)
     lora = _merge_lora(pipeline, folder)
@@ -410,6 +430,46 @@ def load_text_to_image(
     model.files, model.lora = files, lora
     pipeline.set_progress_bar_config(disable=True)
     return model
+
+
+def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    """Open the networks of a pipeline; diffusers would draw weights at random that their files lack.
+
+    Args:
+        view: The folder as diffusers expects it.
+        files: The files of the pipeline's own folder.
+        dtypes: The dtype that each part is opened in.
+
+    Raises:
+        UsageError: A weight is missing, has another shape, is NaN or infinite.
+    """
+    found: dict[str, Any] = {}
+    for part, named in _index_of(files.folder).items():
+        if part in _UNUSED or part not in files.parts or not files.chosen(part):
+            continue
+        home, name = named
+        kind: Any = getattr(importlib.import_module(home), name) if home in ("diffusers", "transformers") else None
+        if kind is None:
+            continue
+        how: dict[str, Any] = {"dtype": dtypes[part]}
+        if home == "diffusers":  # without accelerate it warns
+            how["low_cpu_mem_usage"] = importlib.util.find_spec("accelerate") is not None
+        network, loaded = kind.from_pretrained(view / part, local_files_only=True, output_loading_info=True, **how)
+        refuse_missing_weights(files.folder / part, loaded, f"a {name}", unused=False)
+        odd = next((n for n, w in network.named_parameters() if w.is_floating_point() and not _finite(w)), None)
+        if odd is not None:
+            raise UsageError(
+                f"The weight {odd!r} of {files.folder / part} holds NaN or infinity.",
+                cure="Fetch the pipeline again, or give another of its variants with --variant.",
+            )
+        found[part] = network
+    return found
+
+
+def _finite(weight: Tensor) -> bool:
+    import netweight
+
+    return isinstance(weight, netweight.CompressedTensor) or bool(weight.isfinite().all())
 
 
 def open_pipeline(folder: str | Path, settings: PipelineSettings, *, name: str | None = None) -> PipelineModel:

@@ -77,6 +77,9 @@ def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[s
 # Mean and standard deviation of MNIST's pixels, with which HyperFL normalizes Fashion-MNIST and EMNIST too.
 MNIST_MEAN_STD = ((0.1307,), (0.3081,))
 
+_TRAIN = ("train", "training")  # names of folders of splits, in any case
+_TEST = ("test", "testing", "val", "valid", "validation")
+
 _BLOCK = 8192  # images converted to floating point at a time when statistics are taken
 
 
@@ -194,7 +197,8 @@ def load_folder(
     """Load pictures, each from the subfolder of its class.
 
     Args:
-        path: A folder with a subfolder for each class, or with `train` and `test` (or `val`) that have them.
+        path: A folder with a subfolder for each class, or with `train` and `test` (or `val`) that have them; without
+            `test`, pictures of `train` are held out.
         size: Height and width that all pictures are brought to; without it they must have one size.
         fit: How pictures of another shape are brought to that size; see `pictures`.
         test_share: Share of the pictures of each class that are test pictures where the folder has no split.
@@ -209,17 +213,13 @@ def load_folder(
     root = Path(path)
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder.", cure="Name a folder that holds a subfolder per class.")
-    tested = next((root / name for name in ("test", "val", "valid", "validation") if (root / name).is_dir()), None)
-    given = [root / "train", tested] if (root / "train").is_dir() and tested else [root]
-    found, remarks = [], []
+    given, remarks = _splits(root)
+    found = []
     for part in given:
-        if part is not None:
-            pictures, others = pictures_below(part)
-            found.append(pictures)
-            if others:
-                remarks.append(
-                    f"{len(others)} files of {part} are not pictures and were left out, such as {others[0]}."
-                )
+        pictures, others = pictures_below(part)
+        found.append(pictures)
+        if others:
+            remarks.append(f"{len(others)} files of {part} are not pictures and were left out, such as {others[0]}.")
     classes = tuple(found[0])
     only_tested = sorted(set(found[-1]) - set(classes))
     if only_tested:
@@ -235,18 +235,71 @@ def load_folder(
     if len(found) == 1:
         kept, taken = split_off(labels[0], test_share, seed=seed)
         images, labels = [images[0][kept], images[0][taken]], [labels[0][kept], labels[0][taken]]
+    untested = [name for number, name in enumerate(classes) if not bool((labels[1] == number).any())]
+    if untested:
+        remarks.append(
+            f"{len(untested)} of {len(classes)} classes have no test picture, such as {untested[0]!r}: accuracy says "
+            "nothing of them."
+        )
     mean, std = measured_mean_std(images[0])
     return Images(
         root.name, (images[0], labels[0]), (images[1], labels[1]), classes, mean=mean, std=std, remarks=tuple(remarks)
     )
 
 
-def pictures_below(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
-    """List the pictures of each class, in sorted order, and files among them that are none."""
-    classes = sorted(
+def _splits(root: Path) -> tuple[list[Path], list[str]]:
+    """Return the folders of train and test pictures, or one folder to be split, and remarks on what was not read.
+
+    A folder "train" beside folders of other names is a class like them.
+    """
+    entries = {entry.name.lower(): entry for entry in _folders(root)}
+    train = next((entries[name] for name in _TRAIN if name in entries), None)
+    tests = [entries[name] for name in _TEST if name in entries]
+    if set(entries) <= {*_TRAIN, *_TEST} and tests and train is None:
+        raise UsageError(
+            f"{root} has {tests[0].name} and no folder of training pictures.",
+            cure=f"Add {root / 'train'}, or name a folder with a subfolder for each class.",
+        )
+    if train is None or (not tests and len(entries) > 1):
+        return [root], []
+    unread = [entry.name for entry in entries.values() if entry not in (train, *tests[:1])]
+    remarks = [f"Read were {' and '.join(each.name for each in (train, *tests[:1]))} of {root}, and not "
+               f"{', '.join(unread)}."] if unread else []  # fmt: skip
+    return [train, *tests[:1]], remarks
+
+
+def refuse_one_class(root: Path, classes: Sequence[str]) -> None:
+    """Refuse a folder with pictures of one class, which nothing could be learned from; it may lie around the classes.
+
+    Args:
+        root: The folder, as `load_folder` takes it.
+        classes: The classes that were found in it.
+
+    Raises:
+        UsageError: There is one class.
+    """
+    if len(classes) > 1:
+        return
+    folder = _splits(root)[0][0] / classes[0]
+    inner = [entry.name for entry in _folders(folder)]
+    held = f", with the subfolders {', '.join(inner[:3])}" if inner else ""
+    raise UsageError(
+        f"{folder.parent} has one subfolder, {classes[0]!r}{held}: pictures of a single class cannot be told apart.",
+        cure=f"Name the folder with a subfolder for each class{f': {folder}' if inner else ''}.",
+    )
+
+
+def _folders(folder: Path) -> list[Path]:
+    """List the folders in a folder, in the order of their names, but for hidden ones."""
+    return sorted(
         entry for entry in folder.iterdir()
         if entry.is_dir() and not entry.name.startswith(".") and entry.name != "__MACOSX"
     )  # fmt: skip
+
+
+def pictures_below(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
+    """List the pictures of each class, in sorted order, and files among them that are none."""
+    classes = _folders(folder)
     listed = {entry.name: picture_files(entry) for entry in classes}
     found = {name: pictures for name, (pictures, _) in listed.items()}
     empty = [name for name, files in found.items() if not files]

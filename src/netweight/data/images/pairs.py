@@ -95,7 +95,9 @@ def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pa
     """
     rows, folder = check_pairs(path), Path(path).parent
     distinct = {(str(row.values["prompt"]), str(row.values["image"])): row for row in rows.rows}
-    named = [(f"{rows.name}, {row.where}", str(folder / image)) for (_, image), row in distinct.items()]
+    named = [
+        (f"{folder / image} ({rows.name}, {row.where})", str(folder / image)) for (_, image), row in distinct.items()
+    ]
     decoded = decode_pictures([named], of=rows.name, size=size, fit=fit)
     images = (decoded.splits[0].float() / 255).expand(-1, 3, -1, -1)
     prompts = [prompt for prompt, _ in distinct]

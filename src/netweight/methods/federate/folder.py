@@ -216,6 +216,7 @@ class FederationPlan(_Asked):
     def images(self) -> Images:
         """Return the data set."""
         from netweight.data.images import NAMES, load, load_folder
+        from netweight.data.images.images import refuse_one_class
 
         if self.data in NAMES:
             if self.size is not None:
@@ -227,7 +228,9 @@ class FederationPlan(_Asked):
             return load(self.data)
         if Path(self.data).is_dir():
             size = None if self.size is None else parsed_size(self.size)
-            return load_folder(Path(self.data), size=size, fit=self.fit)
+            images = load_folder(Path(self.data), size=size, fit=self.fit)
+            refuse_one_class(Path(self.data), images.classes)
+            return images
         raise not_found(f"{self.data!r} is neither a data set nor a folder.", self.data, NAMES)
 
     def task(self) -> Task:

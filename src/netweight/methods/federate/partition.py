@@ -27,14 +27,14 @@ _MOST_DRAWS = 1000  # of a Dirichlet partition that leaves a client with too few
 
 def dominant_groups(
     labels: Tensor, *, clients: int, per_client: int, groups: Sequence[Sequence[int]], uniform: float = 0.2,
-    seed: int, start: int = 0,
+    seed: int, start: int = 0, classes: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """Give each client a share of all classes and, for the rest, only its group's dominant classes."""
     # Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
     # run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
     # share cannot be divided evenly, the first classes get one sample more.
     # Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
-    order = _class_order(labels, seed)
+    order = _class_order(labels, seed, classes)
     _check_groups(groups, len(order))
     if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
         raise UsageError(
@@ -51,15 +51,17 @@ def dominant_groups(
     return _take_runs(order, wanted, start)
 
 
-def dirichlet(labels: Tensor, *, clients: int, alpha: float, seed: int, minimum: int = 10) -> list[Tensor]:
+def dirichlet(
+    labels: Tensor, *, clients: int, alpha: float, seed: int, minimum: int = 10, classes: int | None = None
+) -> list[Tensor]:
     """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution."""
     # Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
     if clients < 1 or not alpha > 0 or minimum < 0 or clients * minimum > len(labels):
         raise UsageError(
             f"{len(labels)} samples cannot go to {clients} clients of at least {minimum}, with alpha {alpha}.",
-            cure="Use fewer clients or a smaller minimum; alpha is greater than 0.",
+            cure="Give fewer --clients, or in Python a smaller minimum; --alpha is greater than 0.",
         )
-    order = _class_order(labels, seed)
+    order = _class_order(labels, seed, classes)
     generator = numpy_generator(seed, "dirichlet")
     for _ in range(_MOST_DRAWS):
         shares = generator.dirichlet(np.full(clients, alpha), size=len(order))
@@ -85,10 +87,14 @@ def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
 
 
 def matching_test(
-    labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int
-) -> list[Tensor]:
-    """Give each client test samples with the same mixture of classes as its train samples."""
-    order = _class_order(test_labels, seed)
+    labels: Tensor, parts: Sequence[Tensor], test_labels: Tensor, *, per_client: int, seed: int,
+    classes: int | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Give each client test samples with the same mixture of classes as its train samples.
+
+    Classes without test samples have no part in the mixture.
+    """
+    order = _class_order(test_labels, seed, classes or int(labels.max()) + 1)
     if per_client < 1 or not all(len(part) for part in parts):
         raise UsageError(
             f"No {per_client} test samples can match the train samples.",
@@ -97,17 +103,18 @@ def matching_test(
     available = torch.tensor([len(own) for own in order])
     wanted = []
     for client, part in enumerate(parts):
-        counts = torch.bincount(labels[part], minlength=len(order))
-        if len(counts) > len(order):
-            raise UsageError(f"Client {client} has a class that no test sample has.", cure="Use other test samples.")
+        counts = torch.bincount(labels[part], minlength=len(order)) * (available > 0)
+        if not int(counts.sum()):
+            raise UsageError(
+                f"No test sample has a class of client {client}, so that its accuracy cannot be measured.",
+                cure="Give fewer --clients, or more test pictures of each class.",
+            )
         wanted.append(_apportion(counts, per_client).minimum(available))
-        if not int(wanted[-1].sum()):
-            raise UsageError(f"None of client {client}'s classes is tested.", cure="Use other test samples.")
     return _take_runs(order, wanted, 0)
 
 
-def _class_order(labels: Tensor, seed: int) -> list[Tensor]:
-    """List each class's samples, in an order that the seed decides on."""
+def _class_order(labels: Tensor, seed: int, classes: int | None = None) -> list[Tensor]:
+    """List each class's samples, in an order that the seed decides on; classes without samples may be the last ones."""
     # The reference sorts by label with a sort that keeps no order within a class, so any order is as faithful.
     if labels.ndim != 1 or labels.dtype != torch.int64 or not len(labels) or int(labels.min()) < 0:
         raise UsageError(
@@ -116,7 +123,7 @@ def _class_order(labels: Tensor, seed: int) -> list[Tensor]:
         )
     shuffled = torch.randperm(len(labels), generator=torch_generator(seed, "partition"))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
-    return list(torch.split(by_class, torch.bincount(labels).tolist()))
+    return list(torch.split(by_class, torch.bincount(labels, minlength=classes or 0).tolist()))
 
 
 def _check_groups(groups: Sequence[Sequence[int]], classes: int) -> None:
@@ -155,7 +162,8 @@ def _take_runs(order: Sequence[Tensor], wanted: Sequence[Tensor], start: int) ->
             if count > len(order[label]):
                 raise UsageError(
                     f"Client {client} needs {count} samples of class {label}, which has {len(order[label])}.",
-                    cure="Use fewer samples per client, or larger groups.",
+                    cure="Give --partition dirichlet, which divides classes of any size, or more --clients, each of "
+                    "which then has fewer samples.",
                 )
             if place[label] + count > len(order[label]):
                 place[label] = 0
@@ -204,13 +212,21 @@ def federated_images(
         seeds = derive(seed, "train"), derive(seed, "test")
         (_, labels), (_, test_labels) = images.train, images.test
         if partition == "dirichlet":
-            train = dirichlet(labels, clients=clients, alpha=alpha, seed=seeds[0], minimum=minimum)
-            test = matching_test(labels, train, test_labels, per_client=test_size, seed=seeds[1])
+            known = len(images.classes)
+            train = dirichlet(labels, clients=clients, alpha=alpha, seed=seeds[0], minimum=minimum, classes=known)
+            test = matching_test(labels, train, test_labels, per_client=test_size, seed=seeds[1], classes=known)
         else:
             groups = groups_of(len(images.classes)) if groups is None else groups
             train, test = (
                 dominant_groups(
-                    own, clients=clients, per_client=size, groups=groups, uniform=uniform, seed=split, start=start
+                    own,
+                    clients=clients,
+                    per_client=size,
+                    groups=groups,
+                    uniform=uniform,
+                    seed=split,
+                    start=start,
+                    classes=len(images.classes),
                 )
                 for own, size, split, start in zip(
                     (labels, test_labels), (train_size, test_size), seeds, starts, strict=True
@@ -229,7 +245,7 @@ def client_sizes(images: Images, clients: int) -> tuple[int, int]:
     smallest = min(len(images.train[1]), len(images.test[1]))
     if not 1 <= clients <= smallest:
         raise UsageError(
-            f"{images.name} cannot be split among {clients} clients.", cure=f"Use 1 to {smallest} clients."
+            f"{images.name} cannot be split among {clients} clients.", cure=f"Give 1 to {smallest} --clients."
         )
     return len(images.train[1]) // clients, len(images.test[1]) // clients
 
@@ -246,7 +262,9 @@ def groups_of(classes: int) -> tuple[tuple[int, ...], ...]:
 def _writers(images: Images, clients: int, writers_per_client: int) -> list[tuple[Tensor, Tensor]]:
     """Split by writer: train and test images of the same writers."""
     if images.writers is None:
-        raise UsageError(f"{images.name} does not say who wrote what.", cure="Use another partition, or omniglot.")
+        raise UsageError(
+            f"{images.name} does not say who wrote what.", cure="Give --partition dirichlet, or --data omniglot."
+        )
     train = len(images.writers[0])
     found = by_writer(torch.cat(images.writers), writers_per_client=writers_per_client)
     parts = [(own[own < train], own[own >= train] - train) for own in found]
@@ -255,7 +273,7 @@ def _writers(images: Images, clients: int, writers_per_client: int) -> list[tupl
         raise UsageError(
             f"{images.name} makes {len(whole)} clients of {writers_per_client} writers that have train and test images,"
             f" not {clients}.",
-            cure="Ask for fewer clients, or change writers_per_client (5 for omniglot).",
+            cure="Give fewer --clients, or in Python other writers_per_client (5 for omniglot).",
         )
     return whole[:clients]
 

@@ -147,6 +147,11 @@ def detect(
             chosen = list(prompts[start : start + at_once])
             text = model.embed(chosen).rows([row for row in range(len(chosen)) for _ in range(count)])
             predictions = predicted_noise(model, noise.repeat(len(chosen), 1, 1, 1), timestep, text, batches)
+            if not bool(predictions.isfinite().all()):
+                raise UsageError(
+                    f"The predictions of {model.name} for {chosen[0]!r} are NaN or infinite.",
+                    cure="Give a variant of the pipeline with a wider range, such as bf16 or fp32: --variant.",
+                )
             for prompt, part in zip(chosen, torch.split(predictions, count), strict=True):
                 scores.append(_score(prompt, part, without, noise))
             task.update(len(chosen))

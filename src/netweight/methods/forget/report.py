@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Protocol, final
+from typing import Literal, Protocol, final
 
 import torch
 from torch import Tensor
@@ -371,16 +371,17 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
 
 def check_section(check: EditCheck) -> Section:
     """Return what the check right after an edit found."""
-    count = len(check.after)
+    count, copied = len(check.after), sum(copies > 0 for copies in check.before.values())
+    control: Literal["broken", "held"] = "broken" if copied else "held"
     return Section(
         "Check of the edit", [
             Finding(
                 "pictures that still come back", len(check.returning), n=count, better="lower", target=0,
-                baseline=sum(copies > 0 for copies in check.before.values()), detail={"pictures": check.returning},
+                baseline=copied, detail={"pictures": check.returning}, control=control,
             ),
             Finding(
                 "prompts that bring another memorized picture", len(check.diverted), n=count, better="lower", target=0,
-                detail={"pictures": check.diverted},
+                detail={"pictures": check.diverted}, control=control,
             ),
         ],
         question="Do the memorized prompts still reproduce their training images?", conclusion=check.verdict,
