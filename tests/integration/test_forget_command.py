@@ -150,9 +150,11 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
 def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     (tmp_path / "empty.txt").write_text("\n")
     how = ("--statistics", folder / "usual.safetensors", "--threshold", "0.5", "--out", tmp_path / "out")
-    column = run("localize", folder / "pipeline", "--prompts", folder / "prompts.csv", *how, code=2)["error"]
+    (tmp_path / "titles.csv").write_text("caption_text\na red square\n")
+    column = run("localize", folder / "pipeline", "--prompts", tmp_path / "titles.csv", *how, code=2)["error"]
     assert "no column 'prompt'" in column["message"]
-    assert "Nearest: caption" in column["cure"]
+    assert "caption_text" in column["cure"]
+    assert "--column" in column["cure"]
     empty = run("localize", folder / "pipeline", "--prompts", tmp_path / "empty.txt", *how, code=2)["error"]
     assert "contains no prompt" in empty["message"]
     small_pipelines.stable_diffusion(seed=1).save_pretrained(tmp_path / "other")

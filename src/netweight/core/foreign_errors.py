@@ -1,12 +1,13 @@
-"""Failures of other libraries while they open a folder, as errors that name the folder, the reason and a cure.
+"""Failures of code of others, as errors that name the thing, the reason and a cure.
 
 transformers, diffusers and tokenizers raise exceptions of any class for files that they did not expect, and they draw
 weights at random that a checkpoint lacks. Whoever opens a model through them does it within `opening` and calls
-`refuse_missing_weights`.
+`refuse_missing_weights`. Networks and judges that a user writes raise anything, too: they run within `running`.
 """
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -90,6 +91,28 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
             "that is written from it does not hold them.",
             stacklevel=3,
         )
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Turn any exception of a user's own code in the block into an error of netweight that says where it arose.
+
+    Args:
+        what: What runs, such as "The judge 'mine:judge' of --judge".
+
+    Raises:
+        UsageError: The code raised an exception.
+    """
+    try:
+        yield
+    except (NetweightError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise UsageError(
+            f"{what} fails: {_reason(error)} ({Path(last.filename).name}, line {last.lineno}, in {last.name})",
+            cure="Correct it; called in Python, it shows the whole reason.",
+        ) from error
 
 
 def _reason(error: Exception) -> str:

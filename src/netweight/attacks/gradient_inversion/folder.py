@@ -18,6 +18,7 @@ from netweight.attacks.gradient_inversion.client import (
 from netweight.attacks.gradient_inversion.matching import run_attack
 from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
 from netweight.attacks.gradient_inversion.settings import InversionSettings
+from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
@@ -85,7 +86,8 @@ def _reference(path: Path | None, shape: tuple[int, ...]) -> Tensor | None:
 def _model(where: str, params: Path | None) -> nn.Module:
     """Import and make the user's model, with the parameters the client started from."""
     made = import_named(where, "--model")
-    model = made() if callable(made) and not isinstance(made, nn.Module) else made
+    with running(f"The model {where!r}"):
+        model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
         raise UsageError(f"--model {where!r} is neither a torch module nor a function that makes one.")
     if params is not None:
@@ -109,8 +111,10 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
     try:
         with torch.no_grad():
             functional_call(model, copies, (torch.zeros(shape).to(like),))
-    except (RuntimeError, ValueError) as error:
-        raise UsageError(f"The model does not take images of shape {shape}: {error}.") from error
+    except Exception as error:  # of a user's own model
+        raise UsageError(
+            f"The model does not take images of shape {shape}: {error}.", cure="Give the shape that it was made for."
+        ) from error
 
 
 def _client(model: nn.Module, settings: InversionSettings) -> LocalUpdate:

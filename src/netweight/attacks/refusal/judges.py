@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from netweight.core.foreign_errors import opening, refuse_missing_weights
+from netweight.core.foreign_errors import opening, refuse_missing_weights, running
 from netweight.core.lazy import extra, import_named
 from netweight.data.answers import holds_phrase
 from netweight.errors import NameNotFound, UsageError
@@ -51,7 +51,11 @@ def user_judge(name: str, *, option: str, device: str = "cpu") -> Judge:
     def judge(answers: list[str]) -> list[float]:
         import torch
 
-        numbers = torch.as_tensor(function(answers)).double().flatten().tolist()
+        with running(f"The judge {name!r} of {option}"):
+            values = torch.as_tensor(function(answers)).double().flatten()
+        if not bool(values.isfinite().all()):
+            raise UsageError(f"The judge {name} gave NaN or infinity.", cure="Return a number for each answer.")
+        numbers = values.tolist()
         if len(numbers) != len(answers):
             raise UsageError(
                 f"The judge {name} gave {len(numbers)} numbers for {len(answers)} answers.", cure="Return one for each."

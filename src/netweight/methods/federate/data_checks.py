@@ -61,7 +61,7 @@ def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
     try:
         parts = [halves[1](halves[0](part.to(device))) for part in torch.split(tried, _AT_ONCE)]
         outputs: Tensor = torch.cat(parts)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # of a user's own network
         raise UsageError(
             f"The network cannot take the {what}, {inputs.dtype} of shape (n{_shape(inputs)}): {_reason(error)}.",
             cure="Bring them to the type, shape and range that the network was made for.",
@@ -75,7 +75,7 @@ def _refuse_training_targets(task: Task, outputs: Tensor, data: ClientData, clie
     whose = f"training targets of client {client}, {targets.dtype} of shape (n{_shape(targets)})"
     try:
         once, twice = task.loss(same, targets), task.loss(torch.cat([same, same]), torch.cat([targets, targets]))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # of a user's own loss
         plain = task.loss is F.cross_entropy
         raise UsageError(
             f"The loss cannot take the {whose}, beside outputs of shape (n{_shape(outputs)}): {_reason(error)}.",
@@ -112,4 +112,6 @@ def _shape(values: Tensor) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    """Return the first line of an error, with its class where the message alone says little."""
+    text = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return text if " " in text else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, final
 
 from pydantic import Field
 
+from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.names import not_found
 from netweight.errors import UsageError
@@ -249,12 +250,22 @@ class FederationPlan(_Asked):
         return Task(body, head, parts, augment=augment, remarks=images.remarks)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
+        from torch import nn
+
         from netweight.methods.federate.small_cnn import SMALL_CNN_SIZES, small_cnn
 
         channels, height, width = images.shape
         if self.model is not None:
             size = height if height == width else (height, width)
-            return import_named(self.model, "The model")(channels, size, len(images.classes))  # type: ignore[no-any-return]
+            make = import_named(self.model, "The model")
+            with running(f"The network {self.model!r}, called with {channels}, {size} and {len(images.classes)},"):
+                made = make(channels, size, len(images.classes))
+            if not isinstance(made, tuple | list) or len(made) != 2 or not all(isinstance(m, nn.Module) for m in made):
+                raise UsageError(
+                    f"The function {self.model!r} returns {type(made).__name__}, not two modules.",
+                    cure="Return body and head, two modules of torch: the head takes what the body returns.",
+                )
+            return made[0], made[1]
         if height != width or height not in SMALL_CNN_SIZES:
             raise UsageError(
                 f"The small CNN takes images of 28 × 28 or 32 × 32 pixels; those of {self.data} have "

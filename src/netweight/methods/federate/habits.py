@@ -140,9 +140,10 @@ def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
     begun = torch.get_rng_state()
     try:
         outputs = halves[1](halves[0](inputs))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # of a user's own network
+        reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise UsageError(
-            f"The network cannot take inputs of shape {tuple(inputs.shape)}: {str(error).strip().splitlines()[0]}.",
+            f"The network cannot take inputs of shape {tuple(inputs.shape)}: {type(error).__name__}: {reason}.",
             cure="Give a network that was made for this data.",
         ) from error
     return outputs, not torch.equal(begun, torch.get_rng_state())
