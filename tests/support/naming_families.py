@@ -34,7 +34,7 @@ class Family:
     """Modules of files that exist."""
 
 
-_RENAMES = "diffusers leaves these names as the authors wrote them, and finds no such module"
+_RENAMES = "diffusers keeps the authors' names, and finds no such module"
 _SWAP = "diffusers does not swap the halves of this matrix, as its conversion of whole models does"
 
 _ALPHA = "diffusers ignores the alpha of these modules"
@@ -88,7 +88,7 @@ FAMILIES = [
     Family("wan", "diffusers", "transformer.", "WanLoraLoaderMixin", diffusers=True),
     Family("hunyuan-video", "the authors, ComfyUI", "diffusion_model.", "HunyuanVideoLoraLoaderMixin",
            skip="final_layer.adaLN.*|txt_in.individual.*qkv|txt_in.c_embedder.*",
-           because="diffusers swaps the halves of the down factor, too; and divides that of the refiner's queries"),
+           because="diffusers also swaps the halves of the down factor, and splits that of the refiner's queries"),
     Family("hunyuan-video", "musubi-tuner", "lora_unet_", None, True, 2.0),
     Family("hunyuan-video", "diffusers", "transformer.", "HunyuanVideoLoraLoaderMixin", diffusers=True),
     Family("ltx", "ComfyUI, the authors", "diffusion_model.", "LTXVideoLoraLoaderMixin",
@@ -100,7 +100,7 @@ FAMILIES = [
     Family("hidream", "diffusers", "transformer.", "HiDreamImageLoraLoaderMixin", diffusers=True),
     Family("lumina2", "ComfyUI, OneTrainer", "diffusion_model.", "Lumina2LoraLoaderMixin",
            only="(layers|noise_refiner|context_refiner).*",
-           skip="context_refiner.0.adaLN.*", because="the context refiner has none"),
+           skip="context_refiner.0.adaLN.*", because="the context refiner has no such parameter"),
     Family("lumina2", "diffusers", "transformer.", "Lumina2LoraLoaderMixin", diffusers=True),
     Family("krea2", "the authors, ComfyUI", "diffusion_model.", "Krea2LoraLoaderMixin"),
     Family("krea2", "ai-toolkit", "base_model.model.", "Krea2LoraLoaderMixin"),
@@ -130,7 +130,7 @@ def table() -> str:
         start = f"`{each.start}`" if each.start else "nothing"
         loaded = "reads no LoRA in this naming" if each.mixin is None else "the same change, to 1e-6"
         if each.because:
-            loaded += f"; compared without some modules, of which {each.because}"
+            loaded += f"; some modules are not compared, because {each.because}"
         whose = "names of diffusers" if each.diffusers else "authors' names"
         lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start}, {whose} | {loaded} |")
     return "\n".join(lines)
