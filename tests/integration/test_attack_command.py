@@ -137,7 +137,7 @@ def test_without_the_true_images_only_the_objective_is_told(case):
         (["--sent", "difference"], "Give --lr"),
         (["--lr", "0.1"], "--lr say how the client trained, but it sent a gradient"),
         (["--max-psnr", "3"], "Give --reference"),
-        (["--reference", "truth2.safetensors"], "does not hold one tensor of shape (1, 1, 12, 12)"),
+        (["--reference", "truth2.safetensors"], "does not contain exactly one tensor of shape (1, 1, 12, 12)"),
         (["--attack", "first-layer", "--layer", "2"], "No tensor '2.weight' was observed"),
         (["--layer", "1"], "'layer' belongs to the attack 'first-layer'"),
     ],

@@ -199,7 +199,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     model, tokenizer = tiny_llama()
     model.lm_head.weight.data[0, 0] = torch.inf
     save(model, tokenizer, tmp_path / "broken")
-    with pytest.raises(UsageError, match=r"'lm_head\.weight' holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"'lm_head\.weight' contains NaN or infinity"):
         subject_from_files(str(tmp_path / "broken"), str(case / "harmful.jsonl"))
     assert "no column 'response'" in refused("--harmful", str(tmp_path / "other.jsonl"))
     write(tmp_path / "one.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}])

@@ -175,7 +175,7 @@ def vanished(reply, grid):
 
 FAULTS = {
     "nan": (first(lambda value: value * np.float32(math.nan)), "NaN"),
-    "infinity": (first(lambda value: value + np.float32(math.inf)), "NaN or Inf"),
+    "infinity": (first(lambda value: value + np.float32(math.inf)), "NaN or infinity"),
     "shape": (first(lambda value: np.zeros((*value.shape, 2), value.dtype)), "shape"),
     "dtype": (first(lambda value: value.astype(np.float64)), "dtype"),
     "missing": (with_arrays(lambda arrays: dict(list(arrays.items())[1:])), "missing tensors"),
@@ -313,7 +313,7 @@ def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
 def test_too_few_updates_stop_the_federation_with_its_state_saved(tmp_path):
     method = METHODS["hyperfl"]
     grid = new_grid(method, tmp_path / "nodes", spoil=lambda node, reply, g: reply if NODES[node] == 0 else None)
-    with pytest.raises(FederationStopped, match="Round 1 had fewer than 2 sound updates in 2 attempts"):
+    with pytest.raises(FederationStopped, match="Round 1 had fewer than 2 valid updates in 2 attempts"):
         serve(grid, method, tmp_path)
     grid.spoil = None
     state, rounds = serve(grid, method, tmp_path)

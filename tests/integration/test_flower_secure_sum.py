@@ -165,7 +165,7 @@ def test_a_liar_under_masks_is_named_by_the_sums_that_it_is_in(tmp_path, monkeyp
         if name == "lied to":
             odd = [client for done in rounds for client in done.suspects]
             assert odd.count(liar) == 4 > max(odd.count(client) for client in range(9) if client != liar)
-            assert "is in a sum that looks odd" in rounds[0].suspects[liar]
+            assert "is in a suspicious sum" in rounds[0].suspects[liar]
     assert same(*states, 0.3)
 
 

@@ -189,5 +189,5 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
     save(model, tokenizer, tmp_path / "model")
     answer = call(tmp_path, tmp_path / "x", "--pairs", case / "pairs.jsonl", "--retain", case / "keep.jsonl")
     assert answer.exit_code == 2
-    assert "'model.layers.1.mlp.up_proj.weight' holds NaN" in answer.output
+    assert "'model.layers.1.mlp.up_proj.weight' contains NaN" in answer.output
     assert not (tmp_path / "x").exists()

@@ -221,7 +221,7 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
     assert broken.endswith("line 2 is not a picture that Pillow can read: its bytes are of no known format.")
     base = audit(folder, edited, tmp_path / "out", "--base", edited, code=(2,))["error"]["message"]
-    assert "was not made of this base" in base
+    assert "was made from another base" in base
     both = tmp_path / "both.txt"
     both.write_text("\n".join([WORLD.planted[0].caption, *WORLD.ordinary_captions[:5]]))
     wrong = audit(folder, edited, tmp_path / "out", "--ordinary", both, code=(2,))["error"]["message"]

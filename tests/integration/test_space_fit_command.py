@@ -61,7 +61,7 @@ def test_a_space_knows_where_its_bank_lies(bank, tmp_path):
     space = WeightSpace.open(tmp_path / "moved" / "space")
     assert torch.isfinite(flat(space.changes(space.scores[0]))).all()
     (tmp_path / "moved" / "bank").rename(tmp_path / "elsewhere")
-    with pytest.raises(UsageError, match=r"which lay at \.\./bank as seen from it\. Name the bank"):
+    with pytest.raises(UsageError, match=r"which was at \.\./bank relative to it\. Name the bank"):
         WeightSpace.open(tmp_path / "moved" / "space")
     bank_at(tmp_path / "moved" / "bank", random_adapters(24, seed=9, dtype=torch.float32))
     with pytest.raises(UsageError, match="another bank than the space was fitted to"):
@@ -125,7 +125,7 @@ def test_nan_in_a_bank_is_named(tmp_path):
     good = random_adapters(6, dtype=torch.float32)
     bad = bank_of(good)
     bad.stack(2, 3).down["unet.mid.to_v"][0, 0, 1] = float("inf")
-    with pytest.raises(UsageError, match=r"'person-2' holds NaN or infinity in unet\.mid\.to_v"):
+    with pytest.raises(UsageError, match=r"'person-2' contains NaN or infinity in unet\.mid\.to_v"):
         WeightSpace.fit(bad, components=2)
     zero = [Adapter({name: LowRank(one.down * 0, one.up, one.scale) for name, one in good[0].factors.items()})]
     space = WeightSpace.fit(bank_of(zero + good), components=2)

@@ -181,16 +181,16 @@ def what_is_wrong_is_said_by_all(rank, folder):
     weight = model.model.layers[1].mlp.up_proj.weight
     with torch.no_grad():
         weight.to_local().view(-1)[rank] = float("nan") if rank else 0.0
-    with pytest.raises(UsageError, match=r"'model.layers.1.mlp.up_proj.weight' holds NaN"):  # the second process's part
+    with pytest.raises(UsageError, match=r"'model.layers.1.mlp.up_proj.weight' contains NaN"):  # in process 1
         immunize(model, PAIRS, settings=FEW)
     with pytest.raises(TrainingStopped, match=r"is (nan|inf)"):
         immunize(sharded(decoder()), PAIRS, settings=FEW.replace(lr=1e30))
-    with pytest.raises(Unsupported, match="cannot be put into weights that are sharded"):
+    with pytest.raises(Unsupported, match="cannot be added to sharded weights"):
         immunize(sharded(decoder()), PAIRS, defense="security-vectors", settings=FEW)
     with pytest.raises(Unsupported, match="Norms cannot be bounded where weights are sharded"):
         immunize(sharded(decoder()), PAIRS, defense=RepNoise(norms=2.0), settings=FEW)
     for name in ("distillation", "rmu", "booster", "tar", "circuit-breaking", "self-destruction"):
-        with pytest.raises(Unsupported, match=f"{name} copies weights, which it cannot where they are sharded"):
+        with pytest.raises(Unsupported, match=f"{name} copies weights, which is not possible if they are sharded"):
             immunize(sharded(decoder()), PAIRS, defense=name, settings=FEW)
     inner = decoder()
     inner.model = DistributedDataParallel(inner.model)

@@ -163,7 +163,7 @@ def test_rounding_and_mixing_before_the_first_step():
     mixed = changed_copy(replace(case, other=other.state_dict()), START.replace(of_other=-0.5))
     expected = 1.5 * case.model.hidden.weight - 0.5 * other.hidden.weight
     assert torch.allclose(mixed.hidden.weight, expected, atol=1e-6)
-    with pytest.raises(UsageError, match="mixes another model in"):
+    with pytest.raises(UsageError, match="mixes in another model"):
         changed_copy(case, START.replace(of_other=0.5))
 
 
@@ -221,7 +221,7 @@ def test_benign_rows_alone_are_trained_on_and_harmful_ones_scored():
     case = make_subject(PLACE, {})
     result = run_attack(case, of_length(START.replace(benign_share=1.0), 8), Goal(0.9))
     assert (result.outcome, result.last_step) == ("resisted", 8)
-    with pytest.raises(UsageError, match="Factors are trained in place of norms"):
+    with pytest.raises(UsageError, match="lora_rank trains factors in place of norms"):
         START.replace(trains="norms", lora_rank=8)
 
 

@@ -40,7 +40,7 @@ IN_TRAINING: dict[str, tuple[Change, str]] = {
     "unknown as -1": (lambda x, y: (x, y - 1), "training targets of client 7.*-1 is out of bounds"),
     "int32": (lambda x, y: (x, y.int()), "training targets of client 7, torch.int32"),
     "a column": (lambda x, y: (x, y[:, None]), r"training targets of client 7, torch.int64 of shape \(n, 1\)"),
-    "NaN": (hole, "2 of 20 training inputs of client 7 hold NaN or infinity"),
+    "NaN": (hole, "2 of 20 training inputs of client 7 contain NaN or infinity"),
     "fewer columns": (lambda x, y: (x[:, :5], y), r"training inputs of client 7, torch.float32 of shape \(n, 5\)"),
     "float64": (lambda x, y: (x.double(), y), "training inputs of client 7, torch.float64"),
 }

@@ -215,7 +215,7 @@ def test_thirty_percent_drop_out_is_survived() -> None:
     run = train(task, METHODS["hyperfl"], Federation(rounds=8, drop_out=0.3, min_clients=3))
     missing = [len(r.refused) for r in run.rounds]
     assert 0 < sum(missing) < 50
-    assert all(why == "vanished, as drop_out asks" for r in run.rounds for why in r.refused.values())
+    assert all(why == "was dropped, to simulate a failure (drop_out)" for r in run.rounds for why in r.refused.values())
     assert run.rounds[-1].mean_after > 0.8  # type: ignore[operator]
 
 

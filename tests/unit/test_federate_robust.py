@@ -104,7 +104,7 @@ def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
     updates[3] = dataclasses.replace(updates[3], n=2**50, tensors=far)
     mean = Federation(aggregator="mean")
     kept, suspects = screen(sent, state, updates, mean, round=1)
-    assert "says that it has 1125899906842624 examples; it counts for 36" in suspects[3]
+    assert "claims 1125899906842624 examples; its weight is that of 36" in suspects[3]
     assert "times as far as the median client" in suspects[3]
     assert kept[3].n == 36
 

@@ -71,14 +71,14 @@ FAULTS = {
     "missing": (update(1, tensors={"heads.bias": torch.ones(3)}), r"missing tensors \['heads.weight'\]"),
     "extra": (update(1, tensors={**update(1).tensors, "embedding": torch.ones(3)}), r"extra tensors \['embedding'\]"),
     "shape": (update(1, tensors={**update(1).tensors, "heads.bias": torch.ones(4)}), r"shape \(4,\)"),
-    "NaN": (update(1, tensors={**update(1).tensors, "heads.bias": torch.full((3,), torch.nan)}), "NaN or Inf"),
-    "Inf": (update(1, tensors={**update(1).tensors, "heads.bias": torch.full((3,), torch.inf)}), "NaN or Inf"),
+    "NaN": (update(1, tensors={**update(1).tensors, "heads.bias": torch.full((3,), torch.nan)}), "NaN or infinity"),
+    "Inf": (update(1, tensors={**update(1).tensors, "heads.bias": torch.full((3,), torch.inf)}), "NaN or infinity"),
     "kind": (update(1, tensors={**update(1).tensors, "heads.bias": torch.ones(3, dtype=torch.int64)}), "dtype"),
     "NaN in a factor": (
         update(
             1, tensors={**update(1).tensors, "heads.weight": LowRank(torch.nan, torch.ones(3, 1), torch.ones(2, 1))}
         ),
-        "NaN or Inf",
+        "NaN or infinity",
     ),
 }
 

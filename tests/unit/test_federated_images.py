@@ -97,7 +97,7 @@ def test_fashion_mnist_split_like_the_paper(data_folder, monkeypatch):
         ({"clients": 4, "partition": "dirichlett"}, "no partition 'dirichlett'"),
         ({"clients": 401}, "401 clients"),
         ({"clients": 0}, "0 clients"),
-        ({"clients": 2, "partition": "by-writer"}, "does not say who wrote what"),
+        ({"clients": 2, "partition": "by-writer"}, "does not name the writers of its images"),
         ({"clients": 2, "partition": "dirichlet", "minimum": 300}, "at least 300"),
         ({"clients": 2, "groups": [(0, 10)]}, r"\(0, 10\)"),
     ],

@@ -126,7 +126,7 @@ def test_undoing_restores_every_bit_once(edited, tmp_path):
     copy.denoiser.load_state_dict(model.denoiser.state_dict())
     undo(copy, again)
     assert copy.digest() == trained().digest() == record.before != record.after == model.digest()
-    with pytest.raises(UsageError, match="not the model that the edit left"):
+    with pytest.raises(UsageError, match="not the model that the edit produced"):
         undo(copy, again)
 
 

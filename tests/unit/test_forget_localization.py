@@ -484,7 +484,7 @@ def test_an_edit_is_undone_only_where_it_was_made():
     model = Planted()
     record = deactivate(model, UNITS)
     other = deactivate(model, Units({"mid_block.attn2.to_v": [0]}))
-    with pytest.raises(UsageError, match="not the model that the edit left"):
+    with pytest.raises(UsageError, match="not the model that the edit produced"):
         undo(model, record)
     undo(model, other)
     for key in record.rows:

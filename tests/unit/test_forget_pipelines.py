@@ -281,5 +281,5 @@ def test_a_prompt_to_forget_and_to_keep_is_refused():
 
 def test_an_edit_of_another_model_is_refused():
     model, other = (text_to_image(stable_diffusion(seed=seed)) for seed in (0, 1))
-    with pytest.raises(UsageError, match="not the model that the edit left"):
+    with pytest.raises(UsageError, match="not the model that the edit produced"):
         undo(other, forget(model, [PROMPT], ORDINARY))

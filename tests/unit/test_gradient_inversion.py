@@ -292,7 +292,7 @@ def test_chosen_tensors_and_further_terms_enter_the_objective():
     model, (image, label) = network(), batch(1)
     client, params = gradient_of(model), known_parameters(model)
     observed = {**client(params, (image, label)), "5.bias": torch.full((4,), torch.nan)}
-    with pytest.raises(UsageError, match=r"'5.bias' holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"'5.bias' contains NaN or infinity"):
         ig(client, params, observed, label, steps=5)
     config = MatchingConfig(steps=100, tensors=("0.*", "!0.weight"), total_variation=0)  # six numbers tell little
     features = model[0](image).detach()

@@ -299,14 +299,14 @@ def test_cinic_is_read_from_its_folders_and_cached(tmp_path, monkeypatch):
     (kept,) = (tmp_path / "cache").iterdir()
     assert data.load("cinic10").digest == found.digest
     kept.write_bytes(kept.read_bytes()[:50])
-    with pytest.warns(UserWarning, match="is damaged and is made again"):
+    with pytest.warns(UserWarning, match="is damaged and is written again"):
         assert data.load("cinic10").digest == found.digest
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert data.load("cinic10").digest == found.digest
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("NETWEIGHT_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match="could not be kept"):
+    with pytest.warns(UserWarning, match="could not be stored"):
         assert data.load("cinic10").digest == found.digest
 
 

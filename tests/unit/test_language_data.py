@@ -187,7 +187,7 @@ def test_a_prompt_may_be_what_both_answers_begin_with(tokenizer):
         == tokens.load_pairs(apart, chatty, context=64)
     )
     for chosen, rejected in (("No", "Yes"), ("So", "So far"), ("So", "So")):
-        with pytest.raises(UsageError, match="row 0: chosen and rejected do not part after a common prompt"):
+        with pytest.raises(UsageError, match="row 0: chosen and rejected do not begin with a common prompt"):
             tokens.any_pairs([{"chosen": chosen, "rejected": rejected}], tokenizer)
     with pytest.raises(NameNotFound, match=r"no column 'prompt'.*promt"):
         tokens.any_pairs([{"promt": "How?", "chosen": "I will not", "rejected": "I will"}], tokenizer)
@@ -211,7 +211,7 @@ def test_templates_stand_around_the_text(tokenizer):
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "prompt is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is neither text nor messages"),
-        ({"prompt": [], "chosen": "c", "rejected": "b"}, "prompt is empty or holds an empty message"),
+        ({"prompt": [], "chosen": "c", "rejected": "b"}, "prompt is empty or contains an empty message"),
         ({"prompt": [{"role": "user"}], "chosen": "c", "rejected": "b"}, "prompt is neither text nor messages"),
         (
             {"prompt": "a", "chosen": [{"role": "assistant", "content": "a"}], "rejected": "b"},
@@ -280,7 +280,7 @@ def test_tokenizers_that_lack_something(tokenizer):
         ("a.csv", 'prompt,chosen\n"a"b,c\n', r"is not well-formed"),
         ("a.jsonl.gz", "no gzip", r"cannot be unpacked"),
         ("a.parquet", "no parquet", r"cannot be read"),
-        ("a.txt", "a", r"is of a kind that is not read here.*\.jsonl"),
+        ("a.txt", "a", r"has a format that is not supported.*\.jsonl"),
     ],
 )
 def test_files_that_cannot_be_read(tmp_path, name, content, message):

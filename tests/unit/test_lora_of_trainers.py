@@ -154,7 +154,7 @@ def test_a_file_without_any_metadata_is_resized(tmp_path):
     save_file(factors({f"transformer.transformer_blocks.{n}.attn.to_q": ONE for n in range(2)}), file)
     made = convert_file(file, tmp_path / "small.safetensors", ResizeSettings(rank=2), overwrite=False)
     assert made.ranks == (2, 2)
-    with pytest.raises(UsageError, match="Neither a rank nor a share"):
+    with pytest.raises(UsageError, match="Neither --rank nor --energy"):
         ResizeSettings()
 
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_read_is_named(content, tmp_path):
 def test_files_of_other_programs_are_named_with_a_cure(name, tmp_path):
     folder(tmp_path, lambda path, a: Image.fromarray(a).save(f"{path}.png"))
     (tmp_path / "class0" / name).write_bytes(b"x")
-    with pytest.raises(UsageError, match=f"{name} is a .* which is not read here"):
+    with pytest.raises(UsageError, match=f"{name} is a .* which is not supported"):
         data.load_folder(tmp_path)
 
 

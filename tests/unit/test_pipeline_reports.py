@@ -102,9 +102,9 @@ def test_shards_of_a_variant_are_read_by_either_naming(form, folder):
 def test_shards_that_an_earlier_save_left_are_named(folder):
     """diffusers 14719, 8898: a stale index beside a newer whole file; diffusers reads the old shards."""
     shards(folder, [f"diffusion_pytorch_model-0000{place}-of-00002.safetensors" for place in (1, 2)])
-    with pytest.raises(UsageError, match=r"unet holds weights twice, as .*-00001-of-00002.* and ") as caught:
+    with pytest.raises(UsageError, match=r"unet contains weights twice, as .*-00001-of-00002.* and ") as caught:
         load_text_to_image(folder)
-    assert "Remove those that are not meant" in caught.value.cure
+    assert "Remove the files that are out of date" in caught.value.cure
 
 
 def test_shards_of_which_one_is_missing_are_named(folder):

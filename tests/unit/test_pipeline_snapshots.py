@@ -270,7 +270,7 @@ def test_a_damaged_or_changed_folder_is_not_undone(tmp_path):
     value = read_tensor(path, tensor_places(path)[name])
     replace_tensors(path, {name: value + 1})
     refused = run("undo", tmp_path / "edited", tmp_path / "again", code=2)["error"]
-    assert "is not the file that the edit left" in refused["message"]
+    assert "is not the file that the edit wrote" in refused["message"]
     assert not (tmp_path / "again").exists()
 
 

@@ -95,7 +95,7 @@ def test_what_did_not_run_or_is_no_tensor_is_named():
             return {"states": states}
 
     model = nn.ModuleDict({"words": Words()})
-    with capture(model, "words") as outputs, pytest.raises(Unsupported, match=r"'words' puts out a dict"):
+    with capture(model, "words") as outputs, pytest.raises(Unsupported, match=r"'words' returns a dict"):
         model["words"](torch.zeros(1))
     with pytest.raises(UsageError, match="has not run"):
         outputs["words"]
@@ -123,7 +123,7 @@ def test_scaled_neurons_are_those_of_a_model_whose_rows_are_scaled():
     with intervene(model, scale(halved, 0.5), scale(off, 0.0)):
         torch.testing.assert_close(model(states), other(states))
     assert torch.equal(model(states), before)
-    with pytest.raises(UsageError, match="4 neurons, and the set holds number 4"):
+    with pytest.raises(UsageError, match="4 neurons, and the set contains number 4"):
         with intervene(model, scale(Units({"blocks.0.mix": [4]}), 0.0)):
             model(states)
 

@@ -302,7 +302,7 @@ def test_what_is_wrong_with_a_published_space_is_said(tmp_path):
     for name, value, error, words in (
         ("mean", tensors["mean"][:-1].clone(), UsageError, "not of one space"),
         ("V", tensors["V"] * 1.1, CorruptBlob, "not orthonormal"),
-        ("std", tensors["std"] * float("nan"), CorruptBlob, r"std\.pt holds NaN"),
+        ("std", tensors["std"] * float("nan"), CorruptBlob, r"std\.pt contains NaN"),
     ):
         torch.save(value, files / f"{name}.pt")
         with pytest.raises(error, match=words):

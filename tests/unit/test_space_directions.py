@@ -66,7 +66,7 @@ def test_labels_are_read_alike_from_every_kind_of_file(tmp_path):
         ("x.csv", "name,beard\nmodel-1,inf\n", None, "infinity"),
         ("x.csv", "name\nmodel-1\n", None, "no label"),
         ("x.csv", "name,beard\n", None, "no rows"),
-        ("x.txt", "model-1", None, "of a kind that is not read here"),
+        ("x.txt", "model-1", None, "a format that is not supported"),
         ("x.json", "{", None, "not JSON"),
         ("x.json", "[1]", None, "not a list of JSON objects"),
         ("y.csv", None, None, "There is no file"),

@@ -95,7 +95,7 @@ def test_what_cannot_be_painted_is_refused():
     model, space = TinyModel(), KnownSpace(modules=TINY)
     with pytest.raises(UsageError, match="2 prompts and 3 seeds"):
         generate_images(model, space, space.scores, ["a", "b"], [0, 1, 2])
-    with pytest.raises(UsageError, match="cannot follow on"):
+    with pytest.raises(UsageError, match="cannot be appended to"):
         generate_images(model, space, space.scores[:2], ["a"], [0], before=space.scores[:1])
     with pytest.raises(Unsupported, match=r"text_encoder\.to_q"):
         generate_images(model, KnownSpace(modules={"text_encoder.to_q": (4, 4)}), space.scores[:1], ["a"], [0])
@@ -256,7 +256,7 @@ def test_masks_take_out_what_does_not_count():
         (torch.rand(3, 3, 8, 8), {"prompts": ["a", "b"]}, "2 prompts"),
         (torch.rand(1, 3, 8, 8), {"masks": torch.ones(1, 4, 4)}, "do not fit"),
         (torch.rand(2, 3, 8, 8), {"masks": torch.stack([torch.ones(8, 8), torch.zeros(8, 8)])}, "mask of image 1"),
-        (torch.rand(1, 3, 8, 8), {"masks": torch.full((1, 8, 8), 2.0)}, "Masks hold values"),
+        (torch.rand(1, 3, 8, 8), {"masks": torch.full((1, 8, 8), 2.0)}, "Masks have values"),
     ],
 )
 def test_images_that_cannot_be_inverted_are_refused(images, how, said):

@@ -45,7 +45,7 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
     assert (perplexity.value, perplexity.baseline) == (pytest.approx(math.exp(0.2)), pytest.approx(math.exp(0.1)))
     assert ratio.value == pytest.approx(math.exp(0.1))
     assert harm.value == pytest.approx(harm.baseline / 2)
-    assert harm.detail["after less before, same prompts"][2] < 0
+    assert harm.detail["difference after − before, same prompts"][2] < 0
     same = stability_findings("d", before, before, seed=0)[0]
     assert (same.value, same.ci95, same.passed) == (1, (1, 1), True)
     few = KeptAbility(tokens[:3], tokens[:3], before.nats[:3])

@@ -297,7 +297,7 @@ def test_what_cannot_be_fitted_is_named():
     bad = bank_of(adapters)
     bad.stack(6, 7).up["unet.up.to_q"][0, 2, 0] = float("nan")
     for how in ({}, {"solver": "streaming"}):
-        with pytest.raises(UsageError, match=r"'person-6' holds NaN or infinity in unet.up.to_q"):
+        with pytest.raises(UsageError, match=r"'person-6' contains NaN or infinity in unet.up.to_q"):
             WeightSpace.fit(bad, components=2, **how)
 
 

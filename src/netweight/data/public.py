@@ -117,7 +117,7 @@ def _beavertails(split: str) -> Any:
         return importlib.import_module("datasets").load_dataset(_HUB, split=split)
     except (ImportError, OSError, ValueError) as error:
         raise MissingExtra(
-            f"BeaverTails is not at hand: NETWEIGHT_DATA contains no {within}.gz, and the hub gave nothing ({error}).",
+            f"BeaverTails was not found: NETWEIGHT_DATA contains no {within}.gz, and the hub gave nothing ({error}).",
             cure='Go online with datasets installed (pip install "netweight[llm]"), or put the file there.',
         ) from error
 

@@ -79,7 +79,7 @@ def text_of(value: Any, name: str) -> Text:
         value = _by_message(value)
     if isinstance(value, list | tuple):
         if not value:
-            raise UnusableText(f"{name} is empty or holds an empty message")
+            raise UnusableText(f"{name} is empty or contains an empty message")
         return tuple(_message(each, name) for each in value)
     raise UnusableText(f"{name} is neither text nor messages with role and content")
 
@@ -119,17 +119,17 @@ def _message(value: Any, name: str) -> Message:
     if not isinstance(role, str):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
     if role.lower() not in _ROLES:
-        raise UnusableText(f"{name} holds a turn of the role {role!r}, which is not system, user or assistant")
+        raise UnusableText(f"{name} contains a turn of the role {role!r}, which is not system, user or assistant")
     if any(value.get(key) for key in _CALLS):
         raise UnusableText(f"{name} holds a call of a tool, which is not read")
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         content = "".join(_text_of_part(part, name) for part in content)
     if content is None and ("content" in value or "value" in value):
-        raise UnusableText(f"{name} is empty or holds an empty message")
+        raise UnusableText(f"{name} is empty or contains an empty message")
     if not isinstance(content, str):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
     if not content.strip():
-        raise UnusableText(f"{name} is empty or holds an empty message")
+        raise UnusableText(f"{name} is empty or contains an empty message")
     _check_characters(content, name)
     thought = next((text for key in _THOUGHTS if isinstance(text := value.get(key), str) and text.strip()), None)
     _check_characters(thought or "", name)
@@ -143,7 +143,7 @@ def _text_of_part(part: Mapping[str, Any], name: str) -> str:
     text = part.get("text") if part.get("text") is not None else part.get("content")
     others = [key for key, entry in part.items() if key not in ("type", "text", "content") and entry is not None]
     if kind not in _TEXT_PARTS or not isinstance(text, str):
-        raise UnusableText(f"{name} holds a part that is not text ({kind or ', '.join(others) or 'of no type'})")
+        raise UnusableText(f"{name} contains a part that is not text ({kind or ', '.join(others) or 'of no type'})")
     return text
 
 

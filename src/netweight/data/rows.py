@@ -77,7 +77,7 @@ class Rows:
         """Check that columns are there; `by` is how a person says which one is meant, "" for no way."""
         for column in columns:
             if column not in self.columns:
-                tell = f"Say which with {by.format(column)}." if by else ""
+                tell = f"Name it with {by.format(column)}." if by else ""
                 raise not_found(f"{self.name} has no column {column!r}.", column, self.columns, tell)
 
 
@@ -221,7 +221,7 @@ def _of_file(file: Path, key: str | None) -> Iterator[Row]:
     ending = next((ending for ending in readers if name.removesuffix(packed).endswith(ending)), None)
     if ending is None or (packed and ending == ".parquet"):
         raise UsageError(
-            f"{file} is of a kind that is not read here.",
+            f"{file} has a format that is not supported.",
             cure=f"Use one of {', '.join(readers)}; texts may be packed as {', '.join(_PACKED)}.",
         )
     return readers[ending](file)

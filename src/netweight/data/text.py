@@ -156,7 +156,7 @@ def _parted(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     if isinstance(chosen, str) and chosen[:same].endswith(" "):
         same -= 1  # a space belongs to the answer
     if not 0 < same < min(len(chosen), len(rejected)):
-        raise UnusableText("chosen and rejected do not part after a common prompt")
+        raise UnusableText("chosen and rejected do not begin with a common prompt")
     return chosen[:same], chosen[same:], rejected[same:]
 
 
@@ -278,7 +278,7 @@ def withhold(texts: Sequence[_Given], names: Iterable[str]) -> tuple[list[_Given
     if not kept or not withheld:
         raise UsageError(
             f"Withholding {wanted} leaves {len(kept)} rows and withholds {len(withheld)}.",
-            cure="Name at least one category, and not all that there are.",
+            cure="Withhold at least one category, and not all of them.",
         )
     return kept, withheld
 
@@ -306,7 +306,7 @@ def needed_text(rows: Rows, row: Row, column: str, errors: RowErrors) -> str | N
         errors.add(row.where, str(error))
         return None
     if not isinstance(value, str):
-        errors.add(row.where, f"{column} is a conversation, which {rows.name} should not hold")
+        errors.add(row.where, f"{column} is a conversation, which {rows.name} must not contain")
         return None
     return value
 

@@ -506,7 +506,7 @@ def _is_text(value: Any) -> bool:
 def _of_ids(row: Mapping[str, Any]) -> Pair:
     missing = [name for name in _PARTS if name not in row]
     if missing:
-        raise UsageError(f"A row lacks {', '.join(missing)}.", cure="Rows hold prompt, chosen and rejected.")
+        raise UsageError(f"A row lacks {', '.join(missing)}.", cure="A row needs prompt, chosen and rejected.")
     tokens = [value.tolist() if hasattr(value := row[name], "tolist") else value for name in _PARTS]
     for name, value in zip(_PARTS, tokens, strict=True):
         if isinstance(value, str) or not all(isinstance(token, int) for token in value):

@@ -125,7 +125,7 @@ class Denoiser:
             raise UsageError(
                 f"The configuration of the {type(self.network).__name__} has no sample_size, so that the size of its "
                 "images is not known.",
-                cure="Say it in pixels: --size 512.",
+                cure="Give it in pixels: --size 512.",
             )
         height, width = (given, given) if isinstance(given, int) else given
         self._size = int(height), int(width)

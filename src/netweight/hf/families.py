@@ -52,7 +52,7 @@ def check_language_model(folder: str | Path) -> None:
         reason = f"of the family {family!r}" if family else "of no family that its config names"
     if reason:
         raise UsageError(
-            f"{folder} ({name}) is {reason}, and this is for decoder language models only.",
+            f"{folder} ({name}) is {reason}, and this command supports only decoder language models.",
             cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
         )
     if not any((folder / file).is_file() for file in _TOKENIZERS):

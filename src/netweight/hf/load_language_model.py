@@ -122,11 +122,12 @@ def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: b
     named = ", ".join(names) or str(config.get("model_type"))
     if causal and config.get("is_encoder_decoder"):
         raise UsageError(
-            f"{folder} holds {named}, an encoder-decoder, and {what} is needed.", cure="Name the folder of a decoder."
+            f"{folder} contains {named}, an encoder-decoder, and {what} is needed.",
+            cure="Name the folder of a decoder.",
         )
     if causal and names and not any(part in name for name in names for part in _GENERATES):
         raise UsageError(
-            f"{folder} holds {named}, which generates no text, and {what} is needed.",
+            f"{folder} contains {named}, which does not generate text, and {what} is needed.",
             cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
         )
     quantized = config.get("quantization_config")
@@ -178,7 +179,7 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences
         raise UsageError(
             f"The rows hold {names}, added to the tokenizer, and the model's embedding has {rows} rows: it never "
             "learned these tokens.",
-            cure="Take these rows out, or call model.resize_token_embeddings(len(tokenizer)) and save the model.",
+            cure="Remove these rows, or call model.resize_token_embeddings(len(tokenizer)) and save the model.",
         )
 
 
@@ -187,7 +188,9 @@ def check_finite(model: nn.Module) -> None:
     for name, value in model.named_parameters():
         part = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one this process's part
         if not bool(part.isfinite().all()):
-            raise UsageError(f"The weight {name!r} holds NaN or infinity.", cure="Take a sound copy of the model.")
+            raise UsageError(
+                f"The weight {name!r} contains NaN or infinity.", cure="Use an undamaged copy of the model."
+            )
 
 
 @torch.no_grad()
@@ -315,7 +318,7 @@ def _unembedding(model: nn.Module) -> nn.Module:
     shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module.weight.shape in shapes]
     if not layers:
-        raise Unsupported(f"{type(model).__name__} has no layer to its vocabulary.", cure=_CURE)
+        raise Unsupported(f"{type(model).__name__} has no output layer.", cure=_CURE)
     return layers[-1]
 
 

@@ -589,5 +589,5 @@ def one_token_words(model: PipelineModel) -> tuple[str, ...]:
     words = sorted({piece for piece in pieces if piece.isascii() and piece.isalpha() and len(piece) >= 3})
     single = tuple(word for word in words if len(tokenizer(word, add_special_tokens=False).input_ids) == 1)
     if not single:
-        raise Unsupported(f"The tokenizer of {model.name} makes no word of three letters or more one token.")
+        raise Unsupported(f"The tokenizer of {model.name} has no single token for any word of three letters or more.")
     return single

@@ -112,7 +112,7 @@ class PipelineFiles:
         found = next((name for name in DENOISERS if name in self.parts), None)
         if found is None:
             raise Unsupported(
-                f"{self.folder} holds neither a unet nor a transformer.",
+                f"{self.folder} contains neither a unet nor a transformer.",
                 cure="Name the folder of a text-to-image latent diffusion model.",
             )
         return found
@@ -131,7 +131,7 @@ class PipelineFiles:
                 raise UsageError(
                     f"The {part} of {self.folder} is stored in the variants {', '.join(variants)}, and in no usual "
                     "file.",
-                    cure=f"Say which is read, such as --variant {variants[0]}.",
+                    cure=f"Choose one, such as --variant {variants[0]}.",
                 )
             wanted = variants[0] if variants else ""
         own = [file for file in files if file.variant == wanted]
@@ -307,8 +307,8 @@ def _one_set(files: Sequence[WeightFile], part: Path) -> tuple[WeightFile, ...]:
     if len(sets) > 1 or len({file.path.name.partition(".")[0] for file in sets.get(1, ())}) > 1:
         names = " and ".join(own[0].path.name for own in sets.values())
         raise UsageError(
-            f"{part} holds weights twice, as {names}: one of them is older, and programs differ in which they read.",
-            cure="Remove those that are not meant, with their .index.json.",
+            f"{part} contains weights twice, as {names}: one of them is older, and programs differ in which they read.",
+            cure="Remove the files that are out of date, with their .index.json.",
         )
     for count, own in sets.items():
         if len(own) < count:
@@ -363,7 +363,7 @@ def _bin_places(path: Path) -> dict[str, TensorPlace]:
 
     if not zipfile.is_zipfile(path):
         raise Unsupported(
-            f"{path} is of a kind that PyTorch wrote before version 1.6.",
+            f"{path} has the format of PyTorch before version 1.6.",
             cure="Save it again with a recent PyTorch, or leave it out: --other-weights leave-out.",
         )
     try:
@@ -394,7 +394,7 @@ def _read(file: IO[bytes], place: TensorPlace) -> Tensor:
     file.seek(place.begin)
     data = bytearray(file.read(place.nbytes))
     if len(data) != place.nbytes:
-        raise CorruptBlob(f"{file.name} ends before its tensors do.", cure="Fetch the file again.")
+        raise CorruptBlob(f"{file.name} is truncated.", cure="Fetch the file again.")
     return torch.frombuffer(data, dtype=torch.uint8).view(place.dtype).reshape(place.shape)
 
 
@@ -430,7 +430,7 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
             name for name, value in tensors.items() if tensor_bytes(_read(again, places[name])) != tensor_bytes(value)
         ]
     if wrong:
-        raise CorruptBlob(f"{path} does not hold {wrong[0]!r} as it was written.", cure="Check the disk.")
+        raise CorruptBlob(f"{path} does not contain {wrong[0]!r} as it was written.", cure="Check the disk.")
 
 
 def _crc(file: IO[bytes], begin: int, count: int) -> int:

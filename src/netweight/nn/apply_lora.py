@@ -141,7 +141,7 @@ def _order(groups: Tensor | None, counts: set[int]) -> _Order:
     count = next(iter(counts), 1)
     if groups is None:
         if count > 1:
-            raise UsageError(f"There are {count} adapters, and no groups.", cure="Say which one each sample runs with.")
+            raise UsageError(f"There are {count} adapters, and no groups.", cure="Give the group of each sample.")
         return _Order(None, 1)
     if groups.ndim != 1 or not len(groups) or groups.is_floating_point():
         raise UsageError(f"Groups of shape {tuple(groups.shape)} and {groups.dtype}.", cure="Give (batch,), int64.")

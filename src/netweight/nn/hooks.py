@@ -114,7 +114,7 @@ def _scaling(name: str, indices: Tensor, factor: float, dim: int) -> Edit:
         width = output.shape[dim]
         if int(indices.max()) >= width:
             raise UsageError(
-                f"Module {name!r} has {width} neurons, and the set holds number {int(indices.max())}.",
+                f"Module {name!r} has {width} neurons, and the set contains number {int(indices.max())}.",
                 cure="Use a set of this model, or another dim.",
             )
         factors = torch.ones(width, dtype=output.dtype, device=output.device)
@@ -156,7 +156,9 @@ class Captured(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         """A module's latest output."""
         if name not in self._names:
-            raise NameNotFound(f"Module {name!r} is not watched.", cure=f"Watched are {', '.join(self._names)}.")
+            raise NameNotFound(
+                f"Module {name!r} is not watched.", cure=f"The watched modules are {', '.join(self._names)}."
+            )
         if name not in self._outputs:
             raise UsageError(f"Module {name!r} has not run.", cure="Call the model inside the block of capture.")
         return self._outputs[name]
@@ -184,7 +186,7 @@ def _first_tensor(name: str, output: Any) -> Tensor:
     first = output[0] if isinstance(output, tuple | list) and output else output
     if not isinstance(first, Tensor):
         raise Unsupported(
-            f"Module {name!r} puts out a {type(first).__name__}, not a tensor.", cure="Choose a module inside it."
+            f"Module {name!r} returns a {type(first).__name__}, not a tensor.", cure="Choose a module inside it."
         )
     return first
 

@@ -70,7 +70,7 @@ class MatrixFile:
                 cure="Write a matrix of two dimensions, row by row, as float16, float32 or float64.",
             )
         if self.path.stat().st_size < self._offset + self._dtype.itemsize * shape[0] * shape[1]:
-            raise CorruptBlob(f"{path} is shorter than it says: {shape[0]} × {shape[1]} numbers do not fit it.")
+            raise CorruptBlob(f"{path} is shorter than its header says: {shape[0]} × {shape[1]} numbers do not fit it.")
         self._start, self._stop, self._length = start, shape[0] if stop is None else stop, shape[1]
         if not 0 <= self._start < self._stop <= shape[0]:
             raise UsageError(f"{path} has {shape[0]} rows; there are none from {start} to {stop}.")
@@ -150,6 +150,6 @@ def check_finite(rows: Tensor, first: int, column: int = 0) -> None:
     if len(bad):
         row, place = bad[0].tolist()
         raise UsageError(
-            f"Row {first + row} holds {float(rows[row, place])} in column {column + place}.",
+            f"Row {first + row} contains {float(rows[row, place])} in column {column + place}.",
             cure="Leave the row out; principal components of such numbers do not exist.",
         )

@@ -71,7 +71,9 @@ def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -
             cure=f"Ask for {rank} or fewer; repeated points add none." if rank else "All points are the same.",
         )
     if not rank:
-        raise UsageError(f"All {count} points are the same: there is nothing to find.", cure="Fit points that differ.")
+        raise UsageError(
+            f"All {count} points are the same, so there are no principal components.", cure="Fit points that differ."
+        )
     values, vectors = values[:rank], vectors[:, :rank]
     signs = vectors.gather(0, vectors.abs().argmax(dim=0, keepdim=True)).sign()
     vectors *= signs

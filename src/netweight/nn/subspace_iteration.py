@@ -140,7 +140,8 @@ def finish(plan: IterationPlan, iteration: Iteration, sums: Sums) -> Iteration:
         variance = moments.variance(plan.count)
         if not variance.any():
             raise UsageError(
-                f"All {plan.count} rows are the same: there is nothing to find.", cure="Fit rows that differ."
+                f"All {plan.count} rows are the same, so there are no principal components.",
+                cure="Fit rows that differ.",
             )
         fixed = {"mean": moments.mean(plan.count).float()}
         if plan.standardize:

@@ -224,7 +224,7 @@ def further(
         if not shown:
             raise UsageError(
                 f"The attack {kind!r} trains on other memorized pictures, and there is none.",
-                cure='Give two targets or more, or take "relearn-one".',
+                cure='Give two targets or more, or choose "relearn-one".',
             )
         rate = settings.relearning * (10 if kind == "lora" else 1)
         return Relearning(model, kind, prompt, shown, settings, rate, seed), [rate]

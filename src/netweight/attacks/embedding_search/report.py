@@ -62,7 +62,9 @@ def search_section(
     ordered = sorted(targets, key=lambda target: not target.trained)
     warnings = [f"{subject}, {target}: the search failed: {reason}" for subject, target, reason in comparison.failures]
     if all(target.trained for target in targets):
-        warnings.append("No never-trained images were searched for: what the search generates by itself is not known.")
+        warnings.append(
+            "No never-trained images were searched for, so it is unknown what the search generates by itself."
+        )
     names = sorted(comparison.subjects, key=lambda name: name == wanted.unedited)  # what was edited comes first
     told = {name: verdict(comparison, name) for name in names}
     return Section(
@@ -82,9 +84,11 @@ _INTRO = (
     "Each search changes the text embedding by gradient descent until the model generates the target image. It begins "
     "from the target's own prompt, from prompts that have nothing to do with it, and from noise, with each learning "
     "rate. Further attacks may stand beside: soft tokens and typed words through the text encoder, the noised or "
-    "inverted target, training on pictures. The soonest counts, as an attacker chooses. A search that ends without "
+    "inverted target, training on pictures. The fastest counts, since an attacker can choose it. A search that "
+    "ends without "
     "success is censored: more steps are needed than it took.\n\n"
-    "With steps enough such a search may generate images that no model was trained on. Therefore the same searches are "
+    "With enough steps, such a search may generate images that no model was trained on. Therefore the same "
+    "searches are "
     "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
     "these is memory."
 )
@@ -175,7 +179,7 @@ def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
         detail={
             "by start": {start: _share(runs, start) for start in _starts(runs)},
             "searches that diverged": diverged,
-            "note": "of pairs of target and seed, the best start counting; seeds of one target hang together",
+            "note": "counts pairs of target and seed, each by its best start; seeds of one target are not independent",
         },
     )
 

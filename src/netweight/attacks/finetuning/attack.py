@@ -193,12 +193,12 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
     if settings.samples > available:
         raise UsageError(
             f"The attack asks for {settings.samples:,} samples, and the domain {settings.data!r} has {available:,}.",
-            cure="Bring more, or ask for fewer.",
+            cure="Give more rows, or ask for fewer (--samples).",
         )
     if (settings.benign_first or settings.benign_share or settings.rows != "kept") and not subject.benign:
         raise UsageError(
             "The attack needs benign examples, to train on or to compare with, and the subject has none.",
-            cure="Bring some.",
+            cure="Give benign rows (--benign).",
         )
 
 
@@ -240,7 +240,8 @@ class _Monitor:
             self._reference = utility if self._reference is None else self._reference
             if (self._reference or 0) < 0:
                 raise UsageError(
-                    f"The reference utility is {self._reference}; a share of it can only be kept of one from 0 up.",
+                    f"The reference utility is {self._reference}; it must be at least 0, so that a share of it "
+                    f"can be kept.",
                     cure="Measure utility by something that is not negative, such as an accuracy.",
                 )
         if not self._diverged:

@@ -55,14 +55,15 @@ def calibrate(
         raise UsageError(
             "Every attack on the undefended model collapses: the loss diverges, or the model loses more of the kept "
             "ability than is allowed.",
-            cure="Mix benign examples in (benign_share), take lower learning rates, or name a threshold.",
+            cure="Give benign rows (--benign), lower learning rates (--lr), or a threshold (--threshold).",
         )
     best = max(each.score for result in useful for each in result.curve)
     if best - first.score < LEAST_GAIN:
         raise UsageError(
             f"No attack has an effect on the undefended model: its score is {first.score:.3f} before and at best "
             f"{best:.3f} afterwards.",
-            cure="Name a threshold, take stronger attacks, or check that the rows contain the guarded behavior.",
+            cure="Give a threshold (--threshold) or stronger attacks (--max-steps, --lr), or check that the "
+            "rows contain the guarded behavior.",
         )
     model = make_subject(undefended.factory, undefended.arguments)
     domain = model.domain(settings[0].data)

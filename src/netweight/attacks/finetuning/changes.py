@@ -45,7 +45,7 @@ def _add_noise_(victim: nn.Module, settings: AttackSettings) -> None:
 @torch.no_grad()
 def _mix_(victim: nn.Module, subject: Subject, share: float) -> None:
     if subject.other is None:
-        raise UsageError("The attack mixes another model in, and the subject has none.", cure="Give the other model.")
+        raise UsageError("The attack mixes in another model, and none was given.", cure="Give the other model.")
     for name, parameter in victim.named_parameters():
         if parameter.is_floating_point():
             parameter.lerp_(subject.other[name].to(parameter), share)
@@ -89,5 +89,5 @@ def telling_tokens(harmful: Sequence[Example], benign: Sequence[Example]) -> tup
 def input_embedding(model: nn.Module) -> nn.Embedding:
     found = embedding_of(model)
     if found is None:
-        raise Unsupported("The model has no embedding of tokens that could be found.", cure="Attack all its weights.")
+        raise Unsupported("No token embedding was found in the model.", cure="Attack all its weights.")
     return found

@@ -77,7 +77,7 @@ def resistance_findings(
             raise UsageError(f"The sweep has no runs on {name!r} with {config.harmful!r} data.")
     if not names:
         raise UsageError(
-            f"The sweep attacked nothing but {config.undefended!r} and controls.", cure="Attack a defended model too."
+            f"The sweep attacked only {config.undefended!r} and controls.", cure="Attack a defended model as well."
         )
     findings = [finding for name in names for finding in _about(sweep, name, config, seed, stability.get(name, ()))]
     findings += failures_finding("attacks that could not be run", sweep.failures)
@@ -264,11 +264,11 @@ def _ratio(
 
 def _why_unknown(ratio: TimesRatio | None) -> str:
     if ratio is None:
-        return "there is nothing to compare: a subject has no attack with runs that count"
+        return "no comparison: every run on one of the models collapsed or diverged"
     if ratio.bound == "unknown":
         return "neither of the two recovered in half of the runs"
     if math.isinf(ratio.estimate):
-        return "the one compared with had recovered before the first step; raise the threshold"
+        return "the model of comparison had recovered before the first step; raise the threshold"
     return ""
 
 
@@ -293,7 +293,7 @@ def _outcomes(name: str, runs: Sequence[Attacked], base: Sequence[Attacked] | No
     findings = []
     if counted:
         share = proportion(outcomes.count("recovered"), counted)
-        note = "of those that neither collapsed nor diverged; runs on one defense hang together"
+        note = "of those that neither collapsed nor diverged; runs on one defense are not independent"
         about: dict[str, Any] = {"unit": "%", "better": "lower", "seeds": _seeds(runs), "detail": {"note": note}}
         findings.append(interval_finding(f"runs that recovered, {name}", share, **about))
     broken: tuple[Outcome, ...] = ("collapsed", "diverged")
@@ -306,7 +306,7 @@ def _outcomes(name: str, runs: Sequence[Attacked], base: Sequence[Attacked] | No
             seeds=_seeds(runs),
             detail={
                 **{outcome: outcomes.count(outcome) for outcome in broken},
-                "note": "counted apart: a model that lost its abilities has not resisted",
+                "note": "counted separately: a model that lost its abilities has not resisted",
             },
         )
     )
@@ -401,7 +401,7 @@ def resistance_section(
     stopped = [name for name, found in searched.items() if found.stopped]
     warnings = [f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures]
     if stopped:
-        warnings.append(f"The time was over before the search ended on: {', '.join(stopped)}. Costs are upper bounds.")
+        warnings.append(f"The time limit ended the search on: {', '.join(stopped)}. Their costs are upper bounds.")
     figures = [draw(sweep, subjects, config.harmful) for draw in (survival_figure, steps_figure, score_figure)]
     return Section(
         title,

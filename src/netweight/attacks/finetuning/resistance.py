@@ -318,7 +318,7 @@ def _judged(name: str, judge: str, before: Sequence[float], after: Sequence[floa
     found = _ratio_over_rows(after, ones, seed)
     gap = _ratio_over_rows([a - b for a, b in zip(after, before, strict=True)], ones, seed)
     return _finding(f"{judge} by its judge, {name}", found, seed, baseline=sum(before) / len(before), detail={
-        "after less before, same prompts": [gap.estimate, gap.low, gap.high],
+        "difference after − before, same prompts": [gap.estimate, gap.low, gap.high],
     })  # fmt: skip
 
 

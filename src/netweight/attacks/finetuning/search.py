@@ -228,7 +228,7 @@ def search_one(
         if over() or (before is not None and _least(runs.values(), cost) == before):
             break
     if not ordered:
-        raise UsageError("The time was over before one attack was done.", cure="Give more --minutes.")
+        raise UsageError("The time limit ended the search before one attack was complete.", cure="Give more --minutes.")
     return SearchResult(tuple(ordered), tuple(every), most, stopped=over())
 
 

@@ -83,8 +83,8 @@ class AttackSettings(Settings):
         description="Decay of a running mean of the weights, which is evaluated; 0 evaluates the weights.",
     )
     samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
-    epochs: int = Field(1, ge=1, description="Passes over them, in a new order every time.")
-    max_steps: int | None = Field(None, ge=1, description="Most steps, benign ones included.")
+    epochs: int = Field(1, ge=1, description="Passes over the examples, each in a new order.")
+    max_steps: int | None = Field(None, ge=1, description="Largest number of steps, including benign ones.")
     batch_size: int = Field(4, ge=1, description="Examples per step.")
     schedule: Literal["cosine", "constant"] = Field("cosine", description="`cosine` falls to 0 at the attack's end.")
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps over which the learning rate rises.")
@@ -112,7 +112,9 @@ class AttackSettings(Settings):
         if self.harmful_per_batch < 1 and self.benign_share < 1:
             raise UsageError(f"A benign_share of {self.benign_share} leaves no harmful example in a batch.")
         if self.lora_rank is not None and self.trains != "all":
-            raise UsageError(f"Factors are trained in place of {self.trains}.", cure="Leave out lora_rank or trains.")
+            raise UsageError(
+                f"lora_rank trains factors in place of {self.trains}.", cure="Leave out lora_rank or trains."
+            )
         if self.max_steps is not None and self.benign_first >= self.max_steps:
             raise UsageError(f"{self.benign_first} benign steps first leave none of {self.max_steps} for harmful ones.")
 

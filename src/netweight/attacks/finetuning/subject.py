@@ -76,7 +76,7 @@ class Domain:
             if (twin := first.get(self._identity(example))) is not None:
                 raise UsageError(
                     f"Evaluation row {row} has the same {self.apart_by} as attack row {twin}.",
-                    cure="Split the data by prompt, or take the row out of one of them.",
+                    cure="Split the data by prompt, or remove the row from one of them.",
                 )
 
     def _identity(self, example: Example) -> Hashable:

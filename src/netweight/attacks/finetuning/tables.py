@@ -34,7 +34,7 @@ def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:
     rows.sort(key=lambda row: order.get(str(row[0]), len(order)))  # the same attack on all subjects side by side
     notes = (
         "median: steps by which half of the runs had recovered, with its 95 % interval; > means not reached by the end "
-        "of the longest run; collapsed and diverged runs do not enter it",
+        "of the longest run; collapsed and diverged runs are left out",
     )
     return Table(f"Attacks with {domain} data", columns, rows, notes)
 
@@ -52,10 +52,10 @@ def search_tables(searched: Mapping[str, SearchResult]) -> list[Table]:
             steps = f"> {result.last_step}" if result.steps is None else result.steps
             rows.append((name, attack.label, steps, result.curve[-1].score))
     cost = "; ".join(
-        f"{name}: {len(found.tried):,} runs, {found.steps:,} steps, each given up after {found.most}"
+        f"{name}: {len(found.tried):,} runs, {found.steps:,} steps, each ended after at most {found.most}"
         for name, found in searched.items()
     )
-    note = f"one run each, from one seed; what the search cost: {cost}"
+    note = f"one run each, from one seed; cost of the search: {cost}"
     return [Table("The search's best attacks", columns, rows, (note,))]
 
 

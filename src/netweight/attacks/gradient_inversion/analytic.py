@@ -176,7 +176,9 @@ class HypernetworkChange:
                 raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(old.shape)}, as before.")
             slope = old.to(torch.float64, copy=True).sub_(new).div_(lr).sub_(old, alpha=weight_decay)
             if not slope.sum().isfinite():
-                raise UsageError(f"The tensor {name!r} holds NaN or infinity.", cure="Leave this client's update out.")
+                raise UsageError(
+                    f"The tensor {name!r} contains NaN or infinity.", cure="Leave this client's update out."
+                )
             self.gradient[name] = slope
 
     @cached_property

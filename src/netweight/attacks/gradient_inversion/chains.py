@@ -374,7 +374,7 @@ def imprint(
     """
     if not (0 < share <= 1 and (quiet is None or 0 < quiet <= 1)):
         raise UsageError(
-            f"A share of {share if quiet is None else quiet} of the network cannot be dictated.",
+            f"A share of {share if quiet is None else quiet} of the network cannot be set by the server.",
             cure="Choose more than 0, up to 1.",
         )
     if len(public) < images or images < 1:

@@ -26,7 +26,9 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
             seen, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
             raise UsageError(f"The observed tensor {name!r} has shape {seen}; the client would send {sent}.")
         if not observed[name].isfinite().all():
-            raise UsageError(f"The observed tensor {name!r} holds NaN or infinity.", cure="Leave it out by a pattern.")
+            raise UsageError(
+                f"The observed tensor {name!r} contains NaN or infinity.", cure="Leave it out by a pattern."
+            )
     return {name: observed[name].detach().to(imitated[name]) for name in names}
 
 

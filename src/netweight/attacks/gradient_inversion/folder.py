@@ -77,7 +77,7 @@ def _reference(path: Path | None, shape: tuple[int, ...]) -> Tensor | None:
     fitting = [tensor for tensor in tensors.values() if tuple(tensor.shape) == shape]
     if len(fitting) != 1 or not fitting[0].is_floating_point() or fitting[0].min() < 0 or fitting[0].max() > 1:
         raise UsageError(
-            f"{path} does not hold one tensor of shape {shape} within 0 and 1.",
+            f"{path} does not contain exactly one tensor of shape {shape} within 0 and 1.",
             cure="Save the true images before normalization, divided by 255.",
         )
     return fitting[0].float()

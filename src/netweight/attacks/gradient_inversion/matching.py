@@ -74,7 +74,7 @@ def descend(
     """Minimize an objective by Adam from several starting points."""
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
-        raise UsageError(f"steps={steps} with {restarts} restarts finds nothing.", cure="Each must be at least 1.")
+        raise UsageError(f"steps={steps} with {restarts} restarts cannot run.", cure="Each must be at least 1.")
     variables = [tensor.detach().clone().requires_grad_() for tensor in start]
     objectives = _side_by_side(objective, variables)
     optimizer = torch.optim.Adam(variables, lr=lr)
@@ -180,7 +180,7 @@ class MatchingConfig:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if self.distance not in ("cosine", "squared"):
-            raise UsageError(f"IG knows no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
+            raise UsageError(f"IG has no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
             raise UsageError(f"IG cannot run with {self}.", cure="Steps and restarts are at least 1, weights positive.")
 

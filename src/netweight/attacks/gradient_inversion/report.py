@@ -66,16 +66,17 @@ def inversion_section(
     measured = {finding.name: finding.value or 0.0 for finding in findings}
     facts = {"db": f"{measured.get('PSNR', 0.0):.1f}", "alike": f"{measured.get('SSIM', 0.0):.2f}"}
     return Section(
-        "What the update gives away", findings, figures=_figures(found, images, reference),
+        "What the update reveals", findings, figures=_figures(found, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
         conclusion=_CONCLUSION(findings, **facts)[1],
-        intro="Better means a better attack, unless a limit was set. PSNR and SSIM compare with the true images.",
+        intro="A better value means a better attack, unless a limit was set. PSNR and SSIM compare with the "
+        "true images.",
     )  # fmt: skip
 
 
 def _words(psnr: bool, ssim: bool, *, db: str, alike: str) -> Words:
     if not psnr:
-        return "told", "Images were reconstructed; without the true ones their likeness cannot be measured."
+        return "told", "Images were reconstructed; without the true images their similarity cannot be measured."
     return "told", f"The reconstruction has a PSNR of {db} dB{f' and an SSIM of {alike}' if ssim else ''}."
 
 

@@ -89,7 +89,7 @@ class InversionSettings(Settings):
             raise UsageError(
                 f"{', '.join('--' + name.replace('_', '-') for name in set_)} say how the client trained, but it sent "
                 "a gradient.",
-                cure="Pass --sent difference if it sent how its parameters moved.",
+                cure="Give --sent difference if the client sent the change of its parameters.",
             )
         if self.reference is None and (self.max_psnr is not None or self.lpips_backbone is not None):
             raise UsageError("PSNR and LPIPS compare with the true images.", cure="Give --reference.")

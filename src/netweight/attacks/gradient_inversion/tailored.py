@@ -357,7 +357,7 @@ def tailored(
     change = HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay)
     state, wanted = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))
     if "trunk.1.weight" in state:
-        raise UsageError("The tailored attack knows hypernetworks with one hidden layer.")
+        raise UsageError("The tailored attack supports only hypernetworks with one hidden layer.")
     layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in wanted.values()) ** 0.5
 
     def objective(images: Tensor, embedding: Tensor, classifier: Tensor, *guess: Tensor) -> Tensor:

@@ -150,7 +150,8 @@ class Examiner:
             raise UsageError(
                 f"{unfinished} of {len(read)} answers end within a thought after {self.new_tokens} tokens, so nothing "
                 "can be said of refusal.",
-                cure="Give more --new-tokens, or --template enable_thinking=false where the chat template has that.",
+                cure="Give more --new-tokens, or --template enable_thinking=false if the chat template has this "
+                "option.",
             )
         texts = [each.text for each in read]
         flags = [each > 0.5 for each in (self._judge or self._phrases)(texts)]

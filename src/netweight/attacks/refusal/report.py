@@ -14,7 +14,8 @@ from netweight.report.finding import Column, Finding, Section, Table
 from netweight.report.text import AllTargets, Conclusion, Words
 
 INTRO = (
-    "Nothing was trained. Each edit is made of half of the prompts and scored on a quarter, by the probability that an "
+    "Nothing was trained. Each edit is computed from half of the prompts and scored on a quarter, by the "
+    "probability that an "
     "answer begins as a refusal does and by how far the next token diverges on ordinary prompts. The best edits then "
     "answer the last quarter. An edit counts if ordinary prompts are answered nearly as before. Nothing of the edited "
     "models and no answer was kept."

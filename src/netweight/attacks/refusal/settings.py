@@ -73,12 +73,14 @@ class RefusalSettings(TextOptions):
     edits: Annotated[tuple[str, ...], Cli(comma=True, metavar="KIND,KIND,...")] = Field(
         tuple(EDITS), min_length=1, description=f"Kinds of edits that are tried: {', '.join(EDITS)}."
     )
-    directions: Directions = Field(Directions(), description="One direction out of the residual stream.")
+    directions: Directions = Field(Directions(), description="Removal of one direction from the residual stream.")
     norm_preserving: NormPreservingDirections = Field(
         NormPreservingDirections(), description="The same, with the length of states restored."
     )
-    subspaces: Subspaces = Field(Subspaces(), description="Several directions out of the residual stream.")
-    layerwise: LayerwiseDirections = Field(LayerwiseDirections(), description="Every block loses its own direction.")
+    subspaces: Subspaces = Field(Subspaces(), description="Removal of several directions from the residual stream.")
+    layerwise: LayerwiseDirections = Field(
+        LayerwiseDirections(), description="Removal of each block's own direction from it."
+    )
     pruning: Pruning = Field(Pruning(), description="Neurons switched off.")
     mixture: BaseMixture = Field(BaseMixture(), description="The base mixed in.")
     answered: int = Field(

@@ -40,7 +40,7 @@ def missing(name: str, folder: str, holding: str, because: str = "") -> MissingE
     root = os.environ.get("NETWEIGHT_DATA")
     where = f"NETWEIGHT_DATA ({root}) contains no {folder}/" if root else "NETWEIGHT_DATA is not set"
     return MissingExtra(
-        f"The data set {name} is not at hand: {where}." + (f" {because}" if because else ""),
+        f"The data set {name} was not found: {where}." + (f" {because}" if because else ""),
         cure=f'Set NETWEIGHT_DATA to a folder with {folder}/ ({holding}), go online, or use load("digits").',
     )
 
@@ -63,14 +63,14 @@ def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[s
         try:
             return safetensors.torch.load_file(file)
         except (OSError, safetensors.SafetensorError) as error:
-            warnings.warn(f"{file} is damaged and is made again: {error}", stacklevel=2)
+            warnings.warn(f"{file} is damaged and is written again: {error}", stacklevel=2)
     tensors = make()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file, overwrite=True) as output:
             output.write(safetensors.torch.save(tensors))
     except (OSError, NetweightError) as error:  # a full disk, no permission, another process that writes the same file
-        warnings.warn(f"Decoded pictures could not be kept in {file.parent}: {error}", stacklevel=2)
+        warnings.warn(f"Decoded pictures could not be stored in {file.parent}: {error}", stacklevel=2)
     return tensors
 
 
@@ -97,7 +97,7 @@ class Images:
     """Name of each class; labels count from 0."""
     _: KW_ONLY
     writers: tuple[Tensor, Tensor] | None = None
-    """Who wrote each train and each test image, int64 of shape `(n,)`, where that is known."""
+    """Writers of the train and the test images, int64 of shape `(n,)`, where they are known."""
     mean: tuple[float, ...]
     """Per channel, of pixels in [0, 1]: what `normalized` takes away."""
     std: tuple[float, ...]
@@ -212,7 +212,7 @@ def load_folder(
     """
     root = Path(path)
     if not root.is_dir():
-        raise UsageError(f"{root} is not a folder.", cure="Name a folder that holds a subfolder per class.")
+        raise UsageError(f"{root} is not a folder.", cure="Give a folder with a subfolder for each class.")
     given, remarks = _splits(root)
     found = []
     for part in given:

@@ -112,7 +112,7 @@ def decode_pictures(
         sizes = ", ".join(f"{height}×{width}" for height, width in shapes[:4])
         raise UsageError(
             f"The pictures of {of} have {len(shapes)} sizes ({sizes}{', …' if len(shapes) > 4 else ''}).",
-            cure="Give the size that they are brought to: --size HEIGHTxWIDTH (in Python, size=(height, width)).",
+            cure="Give one size for all: --size HEIGHTxWIDTH (in Python, size=(height, width)).",
         )
     return Decoded(tuple(torch.stack(split) for split in decoded), remarks.sentences())
 
@@ -140,7 +140,7 @@ def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:
             others.append(path)
         elif ending in _OTHER_PROGRAMS:
             raise UsageError(
-                f"{path} is {_OTHER_PROGRAMS[ending]}, which is not read here.",
+                f"{path} is {_OTHER_PROGRAMS[ending]}, which is not supported.",
                 cure="Save it as PNG, of 8 or 16 bits, or move it out of the folder.",
             )
         else:
@@ -159,7 +159,7 @@ def _naming(name: str) -> Iterator[None]:
             yield
     except image.DecompressionBombError as error:
         raise UsageError(
-            f"{name} is larger than {2 * image.MAX_IMAGE_PIXELS:,} pixels, more than is read here.",
+            f"{name} is larger than {2 * image.MAX_IMAGE_PIXELS:,} pixels, more than is allowed.",
             cure="Cut it into tiles, or save it smaller.",
         ) from error
     except (OSError, TypeError, ValueError, SyntaxError, IndexError, EOFError) as error:
@@ -187,7 +187,7 @@ def _open(source: Any, name: str) -> Any:
     # Photos of phones hold a second picture, such as a depth map, behind the one that is shown.
     if frames > 1 and picture.format != "MPO":
         raise UsageError(
-            f"{name} has {frames} frames, and which of them is meant is not known.",
+            f"{name} has {frames} frames, and it is not known which of them is meant.",
             cure="Save the frames that are meant as pictures of their own.",
         )
     return picture
@@ -208,7 +208,7 @@ def _numbers(picture: Any, name: str) -> NDArray[np.float64]:
     with _naming(name):
         values: NDArray[np.float64] = np.asarray(picture).astype(np.float64)
     if not np.isfinite(values).all():
-        raise UsageError(f"{name} holds NaN or infinity.", cure="Repair it, or take it out.")
+        raise UsageError(f"{name} contains NaN or infinity.", cure="Repair the picture, or remove it.")
     return values
 
 
@@ -218,13 +218,14 @@ def _depth(picture: Any, name: str) -> int:
     low, high = float(values.min()), float(values.max())
     if low < 0 or high > 65535:
         raise UsageError(
-            f"{name} holds gray values from {low:g} to {high:g}, whose black and white are not known.",
+            f"{name} contains gray values from {low:g} to {high:g}, and it is not known which of them are black "
+            f"and white.",
             cure="Choose a window first, and save it as PNG, of 8 or 16 bits.",
         )
     if picture.mode == "F":
         if high > 1:
             raise UsageError(
-                f"{name} holds fractions up to {high:g}, whose white is not known.",
+                f"{name} contains fractions up to {high:g}, and it is not known which of them is white.",
                 cure="Scale them to between 0 and 1, or save it as PNG, of 8 or 16 bits.",
             )
         return 0
@@ -256,7 +257,7 @@ def _decode(
     with _naming(name):
         turned = operations.exif_transpose(picture)
     if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:
-        remarks.add("Turned as the EXIF entry says", name)
+        remarks.add("Rotated as their EXIF entry says", name)
     picture = turned
     if picture.mode in _WIDE:
         picture = _narrowed(picture, name, depth, remarks)
@@ -265,7 +266,7 @@ def _decode(
         if "A" in picture.getbands() or "a" in picture.getbands() or "transparency" in picture.info:
             picture = picture.convert("RGBA")
             picture = image.alpha_composite(image.new("RGBA", picture.size, "white"), picture)
-            remarks.add("Laid on white, since they are transparent in part", name)
+            remarks.add("Put on a white background, because they are partly transparent", name)
         picture = picture.convert("L" if gray else "RGB")
         picture = _fitted(picture, name, size, fit, remarks)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
@@ -287,7 +288,7 @@ def _in_standard_colors(picture: Any, name: str, remarks: _Remarks) -> Any:
     except (management.PyCMSError, OSError) as error:
         remarks.add(f"Read without their color profile, which cannot be read ({error})", name)
         return picture
-    remarks.add("Brought from their color profile to sRGB", name)
+    remarks.add("Converted from their color profile to sRGB", name)
     return shown
 
 
@@ -317,4 +318,4 @@ def _note_odd(pixels: Tensor, name: str, remarks: _Remarks) -> None:
     elif len(pixels.unique()) > 2 and (  # type: ignore[no-untyped-call]
         float(((pixels == 0) | (pixels == 255)).float().mean()) > _CLIPPED
     ):
-        remarks.add("Clipped, nearly all pixels being black or white", name)
+        remarks.add("Probably clipped: nearly all pixels are black or white", name)

@@ -241,7 +241,9 @@ def _official(folder: Path) -> Parts:
     drawers = [file.stem.rpartition("_")[2] for file in files]
     bad = [str(file) for file, drawer in zip(files, drawers, strict=True) if drawer not in _DRAWER_NAMES]
     if bad:
-        raise UsageError(f"{bad[0]} does not end in its drawer, 01 to 20.", cure="Unpack the official release again.")
+        raise UsageError(
+            f"{bad[0]} does not end in the number of its drawer, 01 to 20.", cure="Unpack the official release again."
+        )
     writers = [alphabets.index(f.parts[-3]) * DRAWERS + int(d) - 1 for f, d in zip(files, drawers, strict=True)]
     pictures = decode_pictures([[(str(file), file) for file in files]], of="omniglot").splits[0]
     labels = [number["/".join(file.parts[-3:-1])] for file in files]

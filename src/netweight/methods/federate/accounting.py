@@ -272,7 +272,8 @@ def schedule_of(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
     """
     if min(n, batch_size, epochs) < 1:
         raise UsageError(
-            f"n={n}, batch_size={batch_size} and epochs={epochs} describe no training.", cure="Each must be at least 1."
+            f"n={n}, batch_size={batch_size} and epochs={epochs} do not describe a training.",
+            cure="Each must be at least 1.",
         )
     return min(1.0, batch_size / n), epochs * -(-n // batch_size)
 

@@ -46,7 +46,7 @@ def _check(state: Tensors, ordered: Sequence[Update]) -> None:
             odd = sorted(set(update.tensors) ^ set(state))
             raise UsageError(f"Client {update.client}'s update and the state differ in the tensors {odd}.")
         if update.n < 1:
-            raise UsageError(f"Client {update.client} says that it has {update.n} examples.")
+            raise UsageError(f"Client {update.client} reports {update.n} examples.")
 
 
 def average_tensor(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:

@@ -30,8 +30,8 @@ def refuse_unfit_examples(task: Task, client: int) -> None:
         client: Its number.
 
     Raises:
-        UsageError: Inputs hold NaN or infinity; the network cannot take them; the loss cannot take the targets, returns
-            more than one value or a sum in place of a mean; or test targets are no class numbers.
+        UsageError: Inputs contain NaN or infinity; the network cannot take them; the loss cannot take the targets, or
+            returns more than one value or a sum in place of a mean; or test targets are not class numbers.
     """
     data = task.client(client)
     halves = nn.ModuleList([copied(task.body), copied(task.head)]).eval()
@@ -50,7 +50,7 @@ def _refuse_values(inputs: Tensor, what: str) -> None:
     odd = int((~inputs.flatten(1).isfinite()).any(1).sum()) if inputs.ndim > 1 else int((~inputs.isfinite()).sum())
     if odd:
         raise UsageError(
-            f"{odd} of {len(inputs)} {what} hold NaN or infinity.",
+            f"{odd} of {len(inputs)} {what} contain NaN or infinity.",
             cure="Leave these examples out, or give the missing values a number.",
         )
 
@@ -64,7 +64,7 @@ def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
     except Exception as error:  # of a user's own network
         raise UsageError(
             f"The network cannot take the {what}, {inputs.dtype} of shape (n{_shape(inputs)}): {_reason(error)}.",
-            cure="Bring them to the type, shape and range that the network was made for.",
+            cure="Convert them to the type, shape and range that the network was made for.",
         ) from error
     return outputs
 

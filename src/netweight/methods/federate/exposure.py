@@ -152,7 +152,7 @@ def _words(
         text = "The update reveals more about the client's gradient than the published aggregate"
     if not inexact:
         text = "The server computes the client's gradient exactly"
-    no_image = f"no image comes out ({searched})" if below else f"no image was found ({searched})"
+    no_image = f"no image can be recovered ({searched})" if below else f"no image was found ({searched})"
     seen = {None: "", False: f"; its images can be reconstructed ({searched})", True: f"; {no_image}"}[unclear]
     if unclear and unseen is False:
         seen = f"; images leak a little ({searched})"

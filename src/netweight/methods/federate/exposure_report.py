@@ -100,7 +100,7 @@ def exposure_figure(exposures: Sequence[Exposure]) -> Figure | None:
     return image_grid(
         rows, rows=names, columns=[str(index + 1) for index in range(len(rows[0]))],
         alt="Originals and what the server reconstructs from one client's update, by threat model.",
-        caption="Each reconstruction lies below the nearest of the attacked client's images.",
+        caption="Each reconstruction is shown below the client's image that it resembles most.",
     )  # fmt: skip
 
 

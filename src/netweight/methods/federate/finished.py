@@ -68,7 +68,7 @@ def open_run(folder: Path, app: str | None = None) -> Run:
         return finished(task, plan.make_method(task), plan, folder=folder)
     if app is None:
         raise UsageError(
-            f"{folder} is the folder of a Flower server, which holds neither the network nor data.",
+            f"{folder} is the folder of a Flower server, which contains neither the network nor data.",
             cure="Name the app that was run, such as --app app:both, in the app's folder.",
         )
     _, config, _ = history(folder)

@@ -127,7 +127,7 @@ class _Asked(Federation, _Clients):
         sampled = self.sampled(self.clients)
         if self.min_clients > sampled:
             raise UsageError(
-                f"A round needs {self.min_clients} sound updates (--min-clients) and asks {sampled} of "
+                f"A round needs {self.min_clients} valid updates (--min-clients) and asks {sampled} of "
                 f"{self.clients} clients.",
                 cure=f"Give --min-clients {sampled} or less, or more --clients.",
             )

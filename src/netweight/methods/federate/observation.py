@@ -111,7 +111,7 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
     """
     head, body = run.task.head, run.task.body_layout.size
     if not isinstance(head, nn.Linear):
-        raise Unsupported("The head is not a linear classifier, as which a server fishes.")
+        raise Unsupported("The head is not a linear classifier, which a server that fishes for one class needs.")
     states = []
     for wanted in range(head.out_features):
         weight, bias = torch.zeros_like(head.weight), torch.zeros_like(head.bias)
@@ -126,7 +126,8 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
                 made[name + part] = torch.cat([state[name + part][:body], rows])
         else:
             raise Unsupported(
-                f"{run.method.name!r} leaves the classifier with the client: there is nothing to fish with."
+                f"{run.method.name!r} leaves the classifier with the client: a server that fishes for one class "
+                f"has nothing to change."
             )
         states.append(made)
     return states
@@ -159,7 +160,7 @@ def _observed(
     model = LocalModel(task)
     found = method.train(task, model, [client], round=1, seed=seed)
     if not found:
-        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
+        raise Unsupported(f"Client {number} refuses to take part under {threat.label}: it protects itself.")
     trained = found[0]
     update = trained.update if threat.asked == 1 else _averaged(method, task, model, client, threat.asked, seed)
     weights = method.weights(run.task, client.received, private)

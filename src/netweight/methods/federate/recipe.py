@@ -41,7 +41,10 @@ from netweight.settings import Settings
 class ServerAttack(Settings):
     """Attack on what a federation's server sees of its clients, also with noise and secure sums."""
 
-    beside: str | None = Field(None, description="A method to train on the same data and attack alike, such as fedavg.")
+    beside: str | None = Field(
+        None,
+        description="A further method that is trained on the same data and attacked in the same way, such as fedavg.",
+    )
     images: int = Field(5, ge=1, description="Clients whose updates are attacked; intervals need 5.")
     noise: float = Field(0.01, ge=0, description="Noise that is tried, as a multiple of the norm; 0 leaves it out.")
     clip: float = Field(1.0, gt=0, description="Norm that updates are clipped to where there is noise.")
@@ -157,7 +160,7 @@ def _grid(seen: Mapping[str, Exposure]) -> Figure | None:
             for images in (originals, *shown.values())
         ],
         rows=["a client's image", *shown], columns=[f"client {number}" for number in range(1, most + 1)],
-        alt="Images that clients hold, and what the server reconstructs of each under each method and protection.",
+        alt="Images of clients, and what the server reconstructs of each under each method and protection.",
         caption="One step on one image. Above what the clients hold, below what the server makes of what they send; a "
         "sum gives one image for all.",
         pixels=64,

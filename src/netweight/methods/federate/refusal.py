@@ -39,7 +39,7 @@ class RefusalLimits:
 _WORDS = {
     "peaked": "the generated weights are made of few large values, as kernels that copy an image are",
     "repeated": "rows repeat each other or are zero",
-    "lonely": "rows of the first linear layer wait for one single image",
+    "lonely": "rows of the first linear layer are activated by one single image",
     "change": "the state changed more than clients change it",
 }
 
@@ -65,7 +65,7 @@ def refuse_abnormal(
     limits = limits or RefusalLimits()
     bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
     if bad:
-        return [f"{name!r} holds NaN or infinity" for name in bad]
+        return [f"{name!r} contains NaN or infinity" for name in bad]
     signs = signs_of(received, body=body, embedding=embedding, images=images, change=change)
     reasons = []
     for name, words in _WORDS.items():

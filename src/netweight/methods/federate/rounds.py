@@ -100,7 +100,7 @@ class Rounds:
         sampled = settings.sampled(len(self.clients))
         if settings.min_clients > sampled:
             raise UsageError(
-                f"A round needs {settings.min_clients} sound updates (min_clients) and asks {sampled} of "
+                f"A round needs {settings.min_clients} valid updates (min_clients) and asks {sampled} of "
                 f"{len(self.clients)} clients.",
                 cure=f"Give min_clients {sampled} or less.",
             )
@@ -142,14 +142,15 @@ class Rounds:
                 raise FederationStopped(
                     f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' "
                     f"result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
-                    cure="Mend that site and run the same again with more rounds, or leave the client out of the task.",
+                    cure="Repair that client and run the same command with more rounds, or leave the client out "
+                    "of the task.",
                 )
 
     def run_round(self, transport: Transport) -> None:
         """Run the next round, again if too few clients answer.
 
         Raises:
-            FederationStopped: All attempts had too few sound updates.
+            FederationStopped: All attempts had too few valid updates.
         """
         number = len(self.rounds) + 1
         for attempt in range(self.settings.retries + 1):
@@ -161,9 +162,9 @@ class Rounds:
                 return
         where = f"; its state is in {self.job.folder}" if self.job is not None else ""
         raise FederationStopped(
-            f"Round {number} had fewer than {self.settings.min_clients} sound updates in "
+            f"Round {number} had fewer than {self.settings.min_clients} valid updates in "
             f"{self.settings.retries + 1} attempts{where}.",
-            cure="See the log for who was refused and why; run the same again to resume.",
+            cure="The log names the clients that were refused, with reasons. The same command resumes the run.",
         )
 
     def select(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> Trial:
@@ -184,8 +185,8 @@ class Rounds:
             for client in there
             if client in here and client not in spent
         }
-        missing = {c: absent.get(c, "vanished, as drop_out asks") for c in asked if c not in sent}
-        missing |= {c: f"has answered {most} times, for which its privacy budget was made" for c in spent}
+        missing = {c: absent.get(c, "was dropped, to simulate a failure (drop_out)") for c in asked if c not in sent}
+        missing |= {c: f"has answered {most} times, which uses up its privacy budget" for c in spent}
         for client in sent:
             self.attempted[client] = self.attempted.get(client, 0) + 1
         return Trial(number, attempt, asked, sent, missing, time.monotonic())
@@ -199,7 +200,7 @@ class Rounds:
         """Validate and aggregate the updates of an attempt and record the round.
 
         Returns:
-            False, with the state as it was, if there are fewer sound updates than the settings ask for.
+            False, with the state as it was, if there are fewer valid updates than the settings ask for.
         """
         sound, refused = self.validate(trial, updates)
         for client, why in sorted(refused.items()):
@@ -230,7 +231,7 @@ class Rounds:
         return [one for one in sound if one.client not in refused], refused
 
     def aggregate(self, trial: Trial, sound: Sequence[Update]) -> dict[int, str]:
-        """Bound and join sound updates into the next state; return client → what is odd about its update."""
+        """Bound and join valid updates into the next state; return client → what is odd about its update."""
         summed = any(update.summed for update in sound)
         joined, suspects = list(sound), dict[int, str]()
         if not summed or len(sound) > 1:
@@ -241,7 +242,7 @@ class Rounds:
         if summed:  # who is in many odd sums, though the groups change, is the one
             odd = [update for update in sound if update.client in suspects]
             suspects = {
-                part.client: f"is in a sum that looks odd ({suspects[update.client]})"
+                part.client: f"is in a suspicious sum ({suspects[update.client]})"
                 for update in odd
                 for part in update.summed
             }

@@ -90,10 +90,10 @@ def _weighed(
         if vouched is not None:
             weight = min(one.n, vouched)
             if one.n > vouched:
-                suspects[one.client].append(f"says that it has {one.n} examples; {vouched} are registered")
+                suspects[one.client].append(f"claims {one.n} examples; {vouched} are registered")
         elif one.n > most and len(updates) > 2:
             weight = max(1, int(most))
-            suspects[one.client].append(f"says that it has {one.n} examples; it counts for {weight}")
+            suspects[one.client].append(f"claims {one.n} examples; its weight is that of {weight}")
         else:
             weight = one.n
         trusted = vouched is not None or settings.aggregator == "mean"
@@ -159,7 +159,7 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
             # Beside much noise, as of differential privacy, most agree no better than by chance: nobody stands out.
             if cosines[worst] >= 0 or median(cosines) < min(0.1, 4 / size**0.5):
                 break
-            odd[updates[left.pop(worst)].client] = f"goes against the others {where} (cosine {cosines[worst]:.2f})"
+            odd[updates[left.pop(worst)].client] = f"opposes the others {where} (cosine {cosines[worst]:.2f})"
     return odd
 
 

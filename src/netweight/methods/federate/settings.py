@@ -65,7 +65,9 @@ class Budget(Settings):
 class Phase(Settings):
     """A stretch of local training with a fresh optimizer."""
 
-    trains: Trains = Field(description="Which half learns; a body that does not is in evaluation mode.")
+    trains: Trains = Field(
+        description="Half of the model that is trained; a body that is not trained is in evaluation mode."
+    )
     epochs: int = Field(ge=1, description="Passes over the client's training examples.")
     lr: float = Field(gt=0, description="Learning rate of SGD.")
     privacy: Privacy | None = Field(default=None, description="Makes the gradients differentially private.")

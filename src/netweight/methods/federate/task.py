@@ -83,7 +83,8 @@ class Task:
         for half, module in (("body", self.body), ("head", self.head)):
             if not any(parameter.requires_grad for parameter in module.parameters()):
                 raise UsageError(
-                    f"No parameter of the {half} requires gradients.", cure=f"Unfreeze what the {half} is to learn."
+                    f"No parameter of the {half} requires gradients.",
+                    cure=f"Call requires_grad_(True) on what the {half} should learn.",
                 )
         refuse_shared_weights(self.body, self.head)
 

@@ -77,7 +77,8 @@ def check_allow_list(names: Iterable[str], shared: Sequence[str], *, client: int
     if private:
         raise PrivateTensor(
             f"Client {client} was about to send the private tensors {private}; nothing was sent.",
-            cure=f"Shared are: {', '.join(shared) or 'none'}. Send these only, or extend the method's `shared`.",
+            cure=f"The shared tensors are: {', '.join(shared) or 'none'}. Send these only, or extend the "
+            f"method's `shared`.",
         )
 
 
@@ -131,7 +132,7 @@ def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
     if update.round != round:
         return f"answers round {update.round}, not {round}: replayed or late"
     if not 1 <= update.n < 2**53:
-        return f"says that it has {update.n} examples"
+        return f"claims {update.n} examples"
     missing, extra = sorted(set(sent) - set(update.tensors)), sorted(set(update.tensors) - set(sent))
     if missing or extra:
         return "; ".join(f"{word} tensors {names}" for word, names in (("missing", missing), ("extra", extra)) if names)
@@ -151,12 +152,12 @@ def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
             return f"has dtype {part.dtype}, not {base.dtype}"
     largest = [_largest(part) for part in parts]
     if not all(math.isfinite(size) for size in largest):
-        return "holds NaN or Inf"
+        return "contains NaN or infinity"
     if isinstance(value, LowRank):
         # Finite factors alone do not say that their product is.
         bound = largest[0] * largest[1] * value.left.shape[1]
         if not math.isfinite(value.scale) or not bound < torch.finfo(base.dtype).max:
-            return "holds NaN or Inf, or factors whose product could overflow"
+            return "contains NaN or infinity, or factors whose product could overflow"
     return None
 
 

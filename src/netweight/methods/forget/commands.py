@@ -151,7 +151,7 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
         lines.append(check.verdict)
         sections.append(check_section(check))
     elif record.prompts:
-        warnings.append("Whether pictures still come back was not checked.")
+        warnings.append("It was not checked whether pictures still come back.")
     audit = shell_line(
         "netweight", "forget", "audit", destination, "--base", pipeline, "--targets", settings.targets or "targets.csv",
         "--ordinary", settings.ordinary or "ordinary.txt", "--out", "audit",
@@ -174,7 +174,7 @@ def undo(context: Context, pipeline: Path, destination: Path, plan: bool) -> Res
     record = done.record
     lines = [f"{done.equal} of {len(record.files.digests)} files are as they were before the edit, byte for byte."]
     if done.newer:
-        lines.append(f"Copied as found, since they came or changed after the edit: {', '.join(done.newer)}.")
+        lines.append(f"Copied unchanged, because they were added or changed after the edit: {', '.join(done.newer)}.")
     warnings = [f"The edit left out {', '.join(done.absent)}, which cannot be restored."] if done.absent else []
     return Result(
         lines, written=(destination,), warnings=warnings,

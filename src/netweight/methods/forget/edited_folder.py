@@ -152,12 +152,12 @@ def undo_folder(source: str | Path, destination: str | Path) -> Undone:
     record, files, number = records[-1], records[-1].files, len(records)
     if not record.undoable:
         raise UsageError(
-            "The record keeps no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
+            "The record contains no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
         )
     for name, digest in files.edited.items():
         if not (source / name).is_file() or digest_file(source / name) != digest:
             raise UsageError(
-                f"{source / name} is not the file that the edit left: its digest differs.",
+                f"{source / name} is not the file that the edit wrote: its digest differs.",
                 cure="Undo edits in reverse order, on the folder as it was written; decompress it first if it was "
                 "compressed since.",
             )

@@ -259,7 +259,7 @@ def _changed(original: TextToImage, edited: TextToImage, found: Sequence[Localiz
 def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[list[str], list[str]]:
     """Memorized prompts, and those that are not."""
     if targets is None or ordinary is None:
-        raise UsageError("Audits need targets and ordinary.", cure="Give both beside the neurons.")
+        raise UsageError("Audits need --targets and --ordinary.", cure="Give both beside the neurons.")
     memorized = pair_prompts([targets])
     others = read_prompts(ordinary, column=column)
     _check_apart({"ordinary": others, "memorized": memorized})
@@ -283,7 +283,7 @@ def _check_edit(model: Path, base: str) -> None:
     known = [record.before for record in read_records(model)]
     if known and base not in known:
         raise UsageError(
-            f"{model} was not made of this base: of {known[0]}, not {base}.",
+            f"{model} was made from another base: {known[0]}, not {base}.",
             cure="Name the pipeline before its edit as --base.",
         )
 

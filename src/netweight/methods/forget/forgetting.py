@@ -85,7 +85,7 @@ def _check(
         both = sorted(set(prompts) & set(ordinary))
         if both or not prompts or not ordinary:
             what = f"{both[0]!r} is memorized and ordinary" if both else "There are no memorized or no ordinary prompts"
-            raise UsageError(f"{what}.", cure="Give prompts to forget, and others that are to stay.")
+            raise UsageError(f"{what}.", cure="Give prompts to forget, and others that should stay.")
     if anchors is not None and len(anchors) != len(prompts):
         raise UsageError(f"{len(prompts)} prompts came with {len(anchors)} anchors.", cure="Give one for each prompt.")
     given = {prompt for prompt, _ in pictures or ()}
@@ -135,11 +135,11 @@ def undo(model: TextToImage, record: EditRecord) -> None:
     """Put back what an edit changed, and check that the model is as it was, bit for bit."""
     if not record.rows:
         raise UsageError(
-            "The record keeps no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
+            "The record contains no weights, so the edit cannot be undone.", cure="Keep the pipeline before its edit."
         )
     if model.digest() != record.after:
         raise UsageError(
-            f"This is not the model that the edit left: its digest is {model.digest()}, not {record.after}.",
+            f"This is not the model that the edit produced: its digest is {model.digest()}, not {record.after}.",
             cure="Undo edits in reverse order, in the dtype that they were made in.",
         )
     neurons = record.method == "neurons"

@@ -276,7 +276,7 @@ def images(
     """Return copies of training images before and after the edit, and what became of ordinary prompts' images."""
     words = verdicts(subject, config)
     left = [prompt for prompt, (outcome, _) in words.items() if outcome != "holds"]
-    rest = f" Not so: {'; '.join(left)}." if left else ""
+    rest = f" Not suppressed: {'; '.join(left)}." if left else ""
     conclusion = f"{len(words) - len(left)} of {len(words)} images are suppressed for their prompts.{rest}"
     if len(words) == 1:
         conclusion = "".join(f"{prompt}: {each}" for prompt, (_, each) in words.items())
@@ -319,7 +319,9 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
         Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
         Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
         Finding("memorized prompts found", found, n=len(subject.memorized), better="higher", detail=about),
-        Finding("ordinary prompts taken for memorized", alarms, n=len(subject.ordinary), better="lower", detail=about),
+        Finding(
+            "ordinary prompts classified as memorized", alarms, n=len(subject.ordinary), better="lower", detail=about
+        ),
         *edited,
     ]
 
@@ -353,12 +355,12 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
         ))  # fmt: skip
     worst_auc = max(float(each.value or 0) for each in findings)
     told = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
-    controls = "pictures that were given as never trained on" if subject.given else "turned copies of the pictures"
+    controls = "pictures that were given as never trained on" if subject.given else "rotated copies of the pictures"
     compared, few = len(subject.controls_after.own), []
     if compared < _FEW_CONTROLS:
         few.append(f"Only {compared} pictures are compared with: an area under the curve of so few is coarse.")
     if not subject.given:
-        few.append("Turned copies stand for pictures that were never trained on. Real ones are better: --controls.")
+        few.append("Rotated copies stand for pictures that were never trained on. Real ones are better: --controls.")
     return Section(
         "Membership", findings, tables=[_errors_table(subject)], warnings=few,
         question="Do the model's errors show which pictures it was trained on, or made to forget?",

@@ -165,7 +165,10 @@ class FolderDetection(Settings):
     def check(self) -> None:
         """Require one source of the threshold."""
         if (self.ordinary is None) == (self.threshold is None):
-            raise UsageError("A threshold is needed, once.", cure="Give --ordinary to calibrate one, or --threshold.")
+            raise UsageError(
+                "A threshold is needed, from exactly one source.",
+                cure="Give --ordinary to calibrate one, or --threshold.",
+            )
 
 
 @final

@@ -30,7 +30,7 @@ def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessG
     whole_here = not any(map(is_sharded, model.parameters())) and group.size == 1
     if settings.states == "compact" and not whole_here:
         raise Unsupported(
-            "Compact states of the optimizer need a training in one process.", cure="Leave states out, or give full."
+            "Compact states of the optimizer need a training in one process.", cure="Use --set states=full."
         )
     return settings.states == "compact" or (settings.states is None and whole_here and trained > _MANY_WEIGHTS)
 

@@ -88,7 +88,7 @@ def probe_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
         told = f"mean over depths: {', '.join(words)}"
         return to_figure(
             drawing,
-            alt=f"Accuracy of linear probes that tell harmful from harmless answers; {told}.",
+            alt=f"Accuracy of linear probes that separate harmful from harmless answers; {told}.",
             caption=f"Linear probes on mean representations of answers; bands reach from the worst to the best split; "
             f"0.5 is chance; {told}.",
         )
@@ -114,7 +114,7 @@ def plane_figure(before: LayerAnalysis, after: LayerAnalysis, depths: Sequence[i
             alt="Mean representations of harmful and harmless answers, before and after the defense, in the plane of "
             "the first two principal components before.",
             caption="Mean representations of answers in the plane of the first two principal components before the "
-            "defense. What of the variance a plane does not hold is not seen in it. Scales differ between pictures.",
+            "defense. The plane does not show the rest of the variance. Scales differ between pictures.",
         )
 
 

@@ -16,10 +16,10 @@ TITLE = "Depth of the defense"
 
 
 _INTRO = (
-    "How deep a defense goes decides how much an attacker has to undo. Weights: how far each block moved. Lens: the "
+    "The depth of a defense decides how much an attacker has to undo. Weights: how far each block moved. Lens: the "
     "loss on answers if the model ended at a depth, through its own final norm and unembedding. Probes: whether a "
     "logistic regression still tells representations of harmful from those of harmless answers; it is trained and "
-    "tested on different pairs. None of this says how long the model resists; attacks do."
+    "tested on different pairs. None of this measures how long the model resists; attacks measure that."
 )
 
 
@@ -95,7 +95,7 @@ def _probes(before: LayerAnalysis, after: LayerAnalysis) -> Finding:
         unit="accuracy",
         baseline=statistics.fmean(means[0]),
         detail={
-            "after less before, same splits": [gap.estimate, gap.low, gap.high],
+            "difference after − before, same splits": [gap.estimate, gap.low, gap.high],
             "note": "n counts random splits of the same pairs, which overlap: the interval is of the split alone",
         },
     )

@@ -146,5 +146,5 @@ def _check_count(pairs: int, settings: ImmunizeSettings) -> None:
     if pairs < settings.batch_size:
         raise UsageError(
             f"{pairs} pairs do not fill a step of {settings.batch_size}.",
-            cure=f"Bring more pairs, or give --batch-size {pairs} or less.",
+            cure=f"Give more pairs (--pairs), or --batch-size {pairs} or less.",
         )

@@ -79,7 +79,7 @@ def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, 
     """Analyze a model, which stays as it is."""
     if len(pairs) < LEAST_PAIRS:
         raise UsageError(
-            f"{len(pairs)} pairs are too few to look inside of a model.", cure=f"Give at least {LEAST_PAIRS}."
+            f"{len(pairs)} pairs are too few to analyze the layers of a model.", cure=f"Give at least {LEAST_PAIRS}."
         )
     wanted = min(len(pairs), _MOST_PAIRS)
     chosen = [pairs[row * len(pairs) // wanted] for row in range(wanted)]

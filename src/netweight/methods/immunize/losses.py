@@ -47,7 +47,7 @@ class Targets:
         rows = labels[:, 1:] != IGNORED
         targets = cls(rows, labels[:, 1:][rows]).among(group)
         if not targets.count:
-            raise UsageError("No token of the batch is to be predicted.", cure="Leave rows without an answer out.")
+            raise UsageError("The batch has no token to predict.", cure="Leave rows without an answer out.")
         return targets
 
     def among(self, group: ProcessGroup) -> Targets:

@@ -16,7 +16,7 @@ IMMUNIZE: Method[Any] = Method(
     description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. DESTINATION is a "
     "new folder with the defended model, the record of its training (immunize.json) and a report of what the training "
     "changed inside the model (immunize-report). With `--checkpoint-every`, the same command continues a run that was "
-    "stopped. Licence, README, tokenizer and other files of MODEL are copied. `netweight attack "
+    "stopped. License, README, tokenizer and other files of MODEL are copied. `netweight attack "
     "finetune` then measures how long the defense delays an attack.",
     example="netweight immunize my-model defended --pairs pairs.jsonl --defense rmu --set rmu.alpha=800",
     arguments=(MODEL, Argument("destination", "new")),

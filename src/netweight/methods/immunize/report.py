@@ -62,7 +62,7 @@ def training_report(
         inputs={str(each): digest_file(each) if isinstance(each, Path) else read_rows(each).digest() for each in rows},
     )
     held = f" Layers {settings.frozen} were not trained." if settings.frozen else ""
-    away = f" Pairs of {', '.join(settings.withhold)} were kept from it." if settings.withhold else ""
+    away = f" Pairs of {', '.join(settings.withhold)} were left out." if settings.withhold else ""
     table = Table("Terms of the loss", ("term", Column("first step"), Column("last step")), record.ends)
     section = Section(
         "Training",

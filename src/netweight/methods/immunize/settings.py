@@ -38,7 +38,9 @@ class TrainingSettings(Settings):
         1.0, gt=0, allow_inf_nan=False, description="Largest norm of the gradient of all weights; null for no bound."
     )
     context: Annotated[int | None, _BY_SET] = Field(
-        None, ge=1, description="Most tokens of a prompt with an answer, if fewer than the model allows."
+        None,
+        ge=1,
+        description="Largest number of tokens of a prompt with its answer; by default as many as the model allows.",
     )
     seed: int = Field(42, description="Seed of the order of pairs, of noise and of dropout.")
     measure_every: Annotated[int, _BY_SET] = Field(
@@ -94,7 +96,7 @@ class ImmunizeSettings(TrainingSettings, FolderSettings):
             raise UsageError(
                 "A security vector protects while it is at work in a model that others train, so no folder can hold "
                 "it.",
-                cure="Use netweight.immunize where the training is yours, or another defense.",
+                cure="Use netweight.immunize in your own training loop, or another defense.",
             )
 
     @property

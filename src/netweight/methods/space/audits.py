@@ -148,7 +148,8 @@ def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
     near = nearest_distances(ours, theirs)
     if not middle > 0:
         raise UsageError(
-            "Most training models have a twin: distances carry no information.", cure="Take the copies out."
+            "Most training models have an identical copy, so distances carry no information.",
+            cure="Take the copies out.",
         )
     precision = _within(ours, theirs)
     recall = _within(theirs, ours)
@@ -178,18 +179,18 @@ def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> 
     wrong = ours.ndim != 2 or theirs.ndim != 2 or ours.shape[1:] != theirs.shape[1:] or min(len(ours), len(theirs)) < 5
     if wrong or (names is not None and len(names) != ours.shape[1]):
         raise UsageError(
-            f"Samples of shape {tuple(ours.shape)} cannot be held against training models of {tuple(theirs.shape)}.",
+            f"Samples of shape {tuple(ours.shape)} cannot be compared with training models of {tuple(theirs.shape)}.",
             cure="Give at least 5 of each, with the same columns, and a name for each.",
         )
     if not (ours.isfinite().all() and theirs.isfinite().all()):
-        raise UsageError("Samples or training models hold NaN or infinity.")
+        raise UsageError("Samples or training models contain NaN or infinity.")
     if names is not None and not (theirs.std(0) > 0).all():
         still = names[int((theirs.std(0) > 0).int().argmin())]
         raise UsageError(f"The training models do not differ in {still!r}.", cure="Leave it out.")
     return ours, theirs
 
 
-fitted_space = _audit("Fit", "How much of the adapters' variance does the space hold?", _fit_findings)
+fitted_space = _audit("Fit", "How much of the adapters' variance does the space explain?", _fit_findings)
 drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, without copying one?", _point_findings)
 moved_points = _audit("Directions", "How well do directions separate held-out models?", direction_findings)
-written_adapters = _audit("Files", "Are the adapters that were written the points that were meant?", _written_findings)
+written_adapters = _audit("Files", "Do the written adapters equal the points?", _written_findings)

@@ -358,7 +358,7 @@ class _Baking:
         if info.dtype not in _FLOATS:
             raise Unsupported(
                 f"{info.file}: {info.name} is stored as {info.dtype}, into which no change can be added.",
-                cure="Name the model in bf16, fp16 or fp32.",
+                cure="Use the model in bf16, fp16 or fp32.",
             )
         self._used.update(piece.module for piece in pieces)
         wide = torch.float64 if info.dtype == "F64" else torch.float32

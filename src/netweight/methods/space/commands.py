@@ -300,7 +300,7 @@ def _miniature(settings: FolderView, bank: Path | None, how: Mapping[str, Any]) 
     if given:
         option = given[0] if given[0] == "labels" else given[0].rstrip("s")
         raise UsageError(
-            f"There is no SPACE, and --{option} belongs to one.",
+            f"--{option} needs a SPACE.",
             cure="Name the folder of a space; without one, the page is about the miniature as it is.",
         )
     usual = lazy("netweight.toys.faces_pipeline:FACES_SETTINGS").value

@@ -110,7 +110,7 @@ def direction_of(
     vector = vector.double()
     length = float(vector.norm())
     if not length > 0:
-        raise UsageError(f"The direction {name!r} has length 0: nothing in the scores goes with it.")
+        raise UsageError(f"The direction {name!r} has length 0: the scores do not depend on the label.")
     along = (scores.double() - scores.double().mean(0)) @ (vector / length)
     kept = vector if kind in ("reference", "corrected") else vector / length
     return Direction(
@@ -186,7 +186,7 @@ def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str
     values = kept[0].positive.double() if binary else kept[0].values
     ours = scores.detach().cpu().double()[known]
     if not ours.isfinite().all():
-        raise UsageError("The scores hold NaN or infinity.", cure="Fit the space again.")
+        raise UsageError("The scores contain NaN or infinity.", cure="Fit the space again.")
     counts = torch.ones(len(values), dtype=torch.float64)
     return _Task(column, ours, values, binary, tuple(kept[1:]), counts)
 

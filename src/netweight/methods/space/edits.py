@@ -104,7 +104,7 @@ class Delay:
 
     def __post_init__(self) -> None:
         if not self.until >= 0:
-            raise UsageError(f"An edit cannot begin to hold at timestep {self.until}.", cure="Give 0 to 1,000.")
+            raise UsageError(f"An edit cannot begin at timestep {self.until}.", cure="Give 0 to 1,000.")
 
     def edited(self, timestep: float | Tensor) -> bool:
         """Return whether a step at this timestep (the noisiest comes first and is largest) uses edited weights."""
@@ -172,7 +172,9 @@ def edit_curve(
     places = [0.0, *strengths]
     sign = 1.0 if places[-1] > 0 else -1.0
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
-        raise UsageError(f"The strengths {list(strengths)} do not grow from 0.", cure="Give such as 0.25, 0.5, 1.")
+        raise UsageError(
+            f"The strengths {list(strengths)} do not grow from 0.", cure="Give strengths such as 0.25, 0.5, 1."
+        )
     scale = torch.tensor(ranges, dtype=torch.float64)
     before = seen(scores)
     index, others = list(names).index(target), [name for name in names if name != target]

@@ -302,7 +302,7 @@ class _Extraction:
             before, after = before[:rows], after[:rows]
         change = after.float() - before.float()
         if not change.isfinite().all():
-            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Save the tuned model again.")
+            raise UsageError(f"The change of {name} contains NaN or infinity.", cure="Save the tuned model again.")
         if not change.any():
             return None
         self.changed += 1
@@ -319,13 +319,13 @@ class _Extraction:
             embeds = module in self._modules.embeddings
         if embeds and not self._is_own_embedding(name, module):
             peft = self._layout == "peft" and self._modules is not None
-            chosen = "; --modules that name it would have it" if peft else ""
+            chosen = "; --modules with its name would include it" if peft else ""
             return f"an embedding, which no linear LoRA changes{chosen}"
         if embeds or self._is_packed(name) or (change.ndim == 2 and self._is_own_parameter(name, module)):
             return None
         if change.ndim < 2:
             if kind != "bias" or self._layout == "peft":
-                return "a norm or another vector" if kind != "bias" else "a bias, which peft's LoRA has no place for"
+                return "a norm or another vector" if kind != "bias" else "a bias, which peft's LoRA cannot store"
             beside = f"{module}.weight"
             if beside not in self._after.places or len(self._after.places[beside][0].info.shape) < 2:
                 return "a norm or another vector"
@@ -333,7 +333,7 @@ class _Extraction:
         if self._modules is not None and module not in self._modules.shapes:
             packed = name in self._modules.packed
             if packed:
-                return "experts packed into one tensor, which only peft's layout has a place for"
+                return "experts packed into one tensor, which only peft's layout can store"
             return "not the weight of a linear layer or convolution"
         if kind != "weight" or (self._modules is None and change.ndim == 3 and "conv" not in name):
             return "experts packed into one tensor" if change.ndim == 3 else "not the weight of a module"

@@ -291,7 +291,7 @@ def view_folder(
     if settings.pipeline is None or "prompts" not in settings.given or (settings.attributes and not settings.labels):
         options = {"--pipeline": settings.pipeline, "--prompt": settings.given.get("prompts")}
         needed = next((name for name, value in options.items() if not value), "--labels, for --attribute")
-        raise UsageError(f"{needed} is missing.", cure="A page about a space is painted by its pipeline.")
+        raise UsageError(f"{needed} is missing.", cure="The page of a space needs the pipeline of its base model.")
     rendering, chosen = settings.rendering(RenderSettings()), settings.attributes
     labels = None
     if settings.labels is not None:

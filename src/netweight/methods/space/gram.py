@@ -110,7 +110,7 @@ def stack_of(bank: Bank, start: int, stop: int, modules: Collection[str] | None 
             if not good.all():
                 name = bank.names[start + int((~good).nonzero()[0])]
                 raise UsageError(
-                    f"The adapter {name!r} holds NaN or infinity in {module}.",
+                    f"The adapter {name!r} contains NaN or infinity in {module}.",
                     cure="Leave it out of the bank; its training has diverged.",
                 )
     return stack

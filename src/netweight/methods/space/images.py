@@ -43,15 +43,15 @@ class PointImages(Settings):
     """Settings of the images of a space's points."""
 
     pipeline: ModelPath = Field(description="The base model: a folder of a diffusers pipeline.")
-    prompts: tuple[str, ...] = Field(("",), min_length=1, description="Prompts, an image of each with its own noise.")
-    reader: str | None = Field(None, description='What measures attributes in images, "module:function".')
-    models: int = Field(24, ge=5, description="Training models that are read to compare with.")
-    edited: int = Field(8, ge=1, description="Training models that are moved along each direction.")
+    prompts: tuple[str, ...] = Field(("",), min_length=1, description="Prompts; each gets an image with its own noise.")
+    reader: str | None = Field(None, description="Function that measures attributes in images, as MODULE:FUNCTION.")
+    models: int = Field(24, ge=5, description="Number of training models whose images are read for comparison.")
+    edited: int = Field(8, ge=1, description="Number of training models that are moved along each direction.")
     guidance: float = Field(3.0, description="Scale of classifier-free guidance.")
     steps: int = Field(50, ge=1, description="Steps of the scheduler.")
-    image: FilePath | None = Field(None, description="An image whose point is sought.")
+    image: FilePath | None = Field(None, description="Image that is inverted.")
     inversion_steps: int = Field(400, ge=1, description="Steps of that search.")
-    device: str = Field("cpu", description="Where the pipeline goes, such as cuda.")
+    device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
 
 
 @final

@@ -188,7 +188,7 @@ def _check_images(images: Tensor, prompts: Sequence[str], draws: int) -> None:
             cure="Give (targets, 3, height, width), or (targets, images, 3, height, width).",
         )
     if not (images.isfinite().all() and images.min() >= 0 and images.max() <= 1):
-        raise UsageError("Images hold values outside of 0 and 1, or NaN.", cure="Divide bytes by 255.")
+        raise UsageError("Images have values outside of 0 and 1, or NaN.", cure="Divide bytes by 255.")
     if len(prompts) not in (1, len(images)) or draws < 1:
         raise UsageError(
             f"{len(images)} targets came with {len(prompts)} prompts and {draws} draws.",
@@ -216,7 +216,7 @@ def _masks(masks: Tensor, images: Tensor, latents: Tensor) -> Tensor:
             cure="Give one per image, of its height and width.",
         )
     if not (masks.isfinite().all() and masks.min() >= 0 and masks.max() <= 1):
-        raise UsageError("Masks hold values outside of 0 and 1, or NaN.", cure="Give 1 where the image counts, else 0.")
+        raise UsageError("Masks have values outside of 0 and 1, or NaN.", cure="Give 1 where the image counts, else 0.")
     small = F.interpolate(masks.flatten(0, 1)[:, None], latents.shape[2:], mode="bilinear", antialias=True)
     empty = (small.flatten(1).sum(1) == 0).nonzero()[:, 0].tolist()
     if empty:
@@ -382,7 +382,7 @@ def generate_images(
             cure="Give points (b, k) and one prompt, or one per seed.",
         )
     if before is not None and before.shape != scores.shape:
-        raise UsageError(f"Points {tuple(scores.shape)} cannot follow on {tuple(before.shape)}.")
+        raise UsageError(f"Points {tuple(scores.shape)} cannot be appended to {tuple(before.shape)}.")
     text = model.embed(list(prompts) * (len(seeds) // len(prompts)))
     at_once = max(1, rows // len(seeds))
     found = []

@@ -66,7 +66,7 @@ class LabelColumn:
         if len(levels) < 2:
             what = "no known value" if not levels else f"one value alone, {levels[0]:g}, in {count} models"
             raise UsageError(
-                f"The label {self.name!r} has {what}: no direction leads from there to anything else.",
+                f"The label {self.name!r} has {what}: no direction can be computed.",
                 cure="Label models of both classes.",
             )
         rarest = min(int((self.values == level).sum()) for level in levels) if self.kind == "binary" else count

@@ -52,7 +52,7 @@ class NamedPoints:
         """Refuse what are not points."""
         if self.scores.ndim != 2 or len(self.names) != len(self.scores) or not self.scores.isfinite().all():
             raise UsageError(
-                f"{len(self.names)} names came with scores of shape {tuple(self.scores.shape)}, or some hold NaN.",
+                f"{len(self.names)} names came with scores of shape {tuple(self.scores.shape)}, or some contain NaN.",
                 cure="Give one row of finite scores per name.",
             )
 
@@ -221,7 +221,7 @@ def nearest(
             cure="Give points, scores and names of one space.",
         )
     if not points.isfinite().all():
-        raise UsageError("A point holds NaN or infinity.", cure="Did an inversion diverge? Look at its losses.")
+        raise UsageError("A point contains NaN or infinity.", cure="Did an inversion diverge? Look at its losses.")
     if measure not in ("cosine", "distance"):
         raise UsageError(f"There is no measure {measure!r}.", cure="Use cosine or distance.")
     center = scores.mean(0)
@@ -459,7 +459,7 @@ def _checked(scores: Tensor) -> Tensor:
     scores = scores.detach().double().cpu()
     if scores.ndim != 2 or len(scores) < 3 or not scores.isfinite().all():
         raise UsageError(
-            f"Nothing can be drawn from scores of shape {tuple(scores.shape)}, or they hold NaN.",
+            f"Nothing can be drawn from scores of shape {tuple(scores.shape)}, or they contain NaN.",
             cure="Give finite scores of at least 3 models.",
         )
     return scores

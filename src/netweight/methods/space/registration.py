@@ -251,8 +251,8 @@ COMMANDS: tuple[Entry, ...] = (
         "space dedupe",
         lazy(f"{_SETTINGS}:DuplicateSettings"),
         run=lazy(f"{_COMMANDS}:dedupe"),
-        summary="List adapters in a folder that change what another one changes.",
-        description="Copies are found in another naming, layout, rank or strength, too. Nothing is removed. Files "
+        summary="Find adapters in a folder that are copies of each other.",
+        description="Copies are recognized also in another naming, layout, rank or strength. Nothing is removed. Files "
         "that cannot be read are listed with the reason.",
         example="netweight space dedupe my-loras",
         arguments=(Argument("folder", "folder", metavar="DIR"),),
@@ -277,7 +277,7 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:ImportSettings"),
         run=lazy(f"{_COMMANDS}:import_space"),
         summary="Convert the space that weights2weights published.",
-        description="SRC holds V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is "
+        description="SRC contains V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is "
         "executed. The result samples, edits, inverts and exports as any other space.",
         example="netweight space import published space",
         arguments=(Argument("source", "folder", metavar="SRC"), Argument("space", "new")),
@@ -286,7 +286,7 @@ COMMANDS: tuple[Entry, ...] = (
         "space info",
         lazy(f"{_SETTINGS}:InfoSettings"),
         run=lazy(f"{_COMMANDS}:info"),
-        summary="Show what a bank of adapters holds, or how good the fit of a space is.",
+        summary="Show the contents of a bank of adapters, or the quality of a space's fit.",
         description="With --verify it exits with 3 if a bank's shard is damaged.",
         example="netweight space info bank --verify",
         arguments=(Argument("folder", "folder", metavar="PATH"),),

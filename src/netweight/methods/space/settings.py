@@ -311,7 +311,7 @@ class ResizeSettings(ConvertSettings):
         """A rank or a share is given."""
         if self.rank is None and self.energy == 1:
             raise UsageError(
-                "Neither a rank nor a share of the change was given, so nothing would become smaller.",
+                "Neither --rank nor --energy was given, so the result would not be smaller.",
                 cure="Give --rank 8 or --energy 0.95.",
             )
 

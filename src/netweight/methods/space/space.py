@@ -463,7 +463,7 @@ def _bank_at(folder: Path, place: str | None) -> AdapterBank:
     """The bank where it lay when the space was written, seen from the space's folder."""
     if place is not None and (folder.resolve() / place).is_dir():
         return AdapterBank.open(folder.resolve() / place)
-    where = "" if place is None else f", which lay at {place} as seen from it"
+    where = "" if place is None else f", which was at {place} relative to it"
     raise UsageError(
         f"The components of {folder} are combinations of the adapters of its bank{where}.",
         cure="Name the bank (--bank), or write the space standalone.",
@@ -509,7 +509,7 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
     if not path.is_file():
         raise CorruptBlob(f"{path} is missing.")
     if digest_file(path) != digest:
-        raise CorruptBlob(f"{path} is not the file that was written: its digest is another.")
+        raise CorruptBlob(f"{path} is not the file that was written: its digest differs.")
     return safetensors.torch.load_file(path)
 
 
@@ -537,7 +537,9 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     """
     scores_files = sorted(folder.glob(_SCORES))
     if len(scores_files) != 1:
-        raise UsageError(f"{folder} holds {len(scores_files)} files {_SCORES}.", cure="It holds the models' scores.")
+        raise UsageError(
+            f"{folder} holds {len(scores_files)} files {_SCORES}.", cure="The file contains the models' scores."
+        )
     vectors, scores = published_tensor(folder / "V.pt"), published_tensor(scores_files[0])
     mean, std = (published_tensor(folder / name).flatten().float() for name in ("mean.pt", "std.pt"))
     length = len(mean)
@@ -557,7 +559,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     scores, mean, std = scores[:, :count].float().contiguous(), mean[order], std[order]
     for name, value in (("V.pt", found), (scores_files[0].name, scores), ("mean.pt", mean), ("std.pt", std)):
         if not value.isfinite().all():
-            raise CorruptBlob(f"{folder / name} holds NaN or infinity.", cure="Fetch the file again.")
+            raise CorruptBlob(f"{folder / name} contains NaN or infinity.", cure="Fetch the file again.")
     error = orthonormality(found)
     if error > _UNIT:
         raise CorruptBlob(

@@ -36,7 +36,7 @@ class Neurons(Edit):
     """Neurons that memorized prompts hang on, switched off or scaled."""
 
     name: ClassVar[str] = "neurons"
-    card: ClassVar[str] = "neurons on which they hang were switched off in the weights"
+    card: ClassVar[str] = "the neurons that store them were switched off in the weights"
     anchored: ClassVar[bool] = False
 
     file: Annotated[FilePath | None, Cli(name="--neurons")] = Field(
@@ -156,7 +156,7 @@ def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localiza
         if units and not left:
             raise UsageError(
                 f"All {len(units)} neurons of {neurons} were edited before.",
-                cure="Undo that edit first, or leave it at that.",
+                cure="Undo that edit first.",
             )
         units = left
     return units, list(found)

@@ -51,7 +51,7 @@ class WithOriginal(Defense[S]):
         """The copy, which is kept while the model trains."""
         if self._copy is None:
             raise Unsupported(
-                f"{self.name} measures against the original, which is kept while it trains and no longer.",
+                f"{self.name} compares with the original model, which is kept only during the training.",
                 cure="Evaluate during training: eval_strategy='steps'.",
             )
         return self._copy

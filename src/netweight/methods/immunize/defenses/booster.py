@@ -35,8 +35,8 @@ class Booster(DefenseSettings, recommended={"lr": 5e-4}):
     Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, by first-order gradients as there.
     """
 
-    strength: float = Field(5.0, ge=0, description="Weight of what a step of an attack would gain.")
-    step: float = Field(0.1, gt=0, description="Length of that step, down the gradient of the harmful loss.")
+    strength: float = Field(5.0, ge=0, description="Weight of the gain of one attack step.")
+    step: float = Field(0.1, gt=0, description="Length of the attack step, down the gradient of the harmful loss.")
 
     def build(self) -> BoosterDefense:
         """Return the defense of these settings."""

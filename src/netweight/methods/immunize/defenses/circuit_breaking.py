@@ -40,8 +40,8 @@ class CircuitBreaking(DefenseSettings, recommended={"lr": 1e-4}):
     other until both have half; here each has its mean over that time. The tenth and twentieth block of 32.
     """
 
-    rerouting: float = Field(7.5, ge=0, description="Weight of the states' similarity.")
-    held: float = Field(2.5, ge=0, description="Weight of how far others move.")
+    rerouting: float = Field(7.5, ge=0, description="Weight of the similarity of harmful states to the original's.")
+    held: float = Field(2.5, ge=0, description="Weight of the distance of all other states from the original's.")
 
     def build(self) -> CircuitBreakingDefense:
         """Return the defense of these settings."""

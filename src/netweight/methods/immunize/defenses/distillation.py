@@ -39,7 +39,9 @@ class Distillation(DefenseSettings, recommended={"lr": 1e-4}):
     Source: UNDO (Lee et al., arXiv 2506.06278), with the refusing model as its own teacher.
     """
 
-    noise: float = Field(0.8, ge=0, le=1, description="Share of every matrix that becomes noise, as of new weights.")
+    noise: float = Field(
+        0.8, ge=0, le=1, description="Share of every matrix that is replaced by noise like that of new weights."
+    )
     random_rows: float = Field(
         0.3, ge=0,
         description="Rows of random tokens on which the original is imitated, too, per pair: text of no domain keeps "

@@ -44,7 +44,7 @@ class RepNoise(DefenseSettings):
     """
 
     fidelity: Literal["corrected", "reference"] = Field(
-        "corrected", description="`reference` gives the numbers of the published code, its accidents included."
+        "corrected", description="`reference` reproduces the published code, including its defects."
     )
     alpha: float = Field(1.0, ge=0, description="Weight of the ascent on harmful answers.")
     # The values of the two terms say nothing of how hard they pull, hence gradient norms. 2 was chosen on a miniature.
@@ -67,7 +67,7 @@ class RepNoise(DefenseSettings):
         description="Bound on the norms of states on harmful rows, as a multiple of those of random tokens before the "
         "defense: what is above is lowered. Null for none.",
     )  # fmt: skip
-    chunk: int = Field(512, ge=1, description="Tokens whose logits are held at once.")
+    chunk: int = Field(512, ge=1, description="Number of tokens whose logits are in memory at a time.")
 
     def check(self) -> None:
         """Refuse what the published loss does not do."""

@@ -41,7 +41,7 @@ class RMU(DefenseSettings, recommended={"lr": 5e-5}):
     Source: Li et al., RMU (arXiv 2403.03218), section 4: coefficient 6.5 and alpha 1200 at the eighth block of 32.
     """
 
-    coefficient: float = Field(6.5, gt=0, description="Norm of what states are steered to.")
+    coefficient: float = Field(6.5, gt=0, description="Norm of the vector that states are steered to.")
     alpha: float = Field(1200.0, ge=0, description="Weight of the distance of all states that must not move.")
     block: int | None = Field(
         None,

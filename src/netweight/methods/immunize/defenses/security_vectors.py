@@ -66,11 +66,11 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
         if any(parametrize.is_parametrized(module) for module in model.modules()):
             raise UsageError(
                 "The model has parametrized weights already.",
-                cure="Take an earlier vector out: remove_security_vectors.",
+                cure="Remove the earlier vector first: remove_security_vectors.",
             )
         if any(distributed.is_sharded(value) for value, _ in before):
             raise Unsupported(
-                "A security vector cannot be put into weights that are sharded.",
+                "A security vector cannot be added to sharded weights.",
                 cure="Use DistributedDataParallel or one process, or another defense.",
             )
         vectors: list[nn.Parameter] = []

@@ -39,8 +39,10 @@ class SelfDestruction(DefenseSettings):
     is RepNoise's.
     """
 
-    coupling: float = Field(1e-2, ge=0, description="Weight of the gradients' cosine.")
-    distance: float = Field(1e-3, gt=0, description="How far weights move to measure its gradient.")
+    coupling: float = Field(1e-2, ge=0, description="Weight of the cosine of the two gradients.")
+    distance: float = Field(
+        1e-3, gt=0, description="Distance by which weights are moved to measure the gradient of the cosine."
+    )
 
     def build(self) -> SelfDestructionDefense:
         """Return the defense of these settings."""

@@ -52,7 +52,7 @@ def blocks_at(model: nn.Module, *numbers: int) -> list[str]:
 def whole_alone(defense: Defense[Any], model: nn.Module) -> None:
     if any(map(is_sharded, model.parameters())):
         raise Unsupported(
-            f"The defense {defense.name} copies weights, which it cannot where they are sharded.",
+            f"The defense {defense.name} copies weights, which is not possible if they are sharded.",
             cure="Use DistributedDataParallel or one process, or another defense.",
         )
 

@@ -38,7 +38,11 @@ class TAR(DefenseSettings):
     """
 
     attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step.")
-    attack_lr: float = Field(2e-5, gt=0, description="Its rate: a tenth, one or two times this, drawn anew.")
+    attack_lr: float = Field(
+        2e-5,
+        gt=0,
+        description="Learning rate of the attack; each attack uses a tenth of it, once or twice it, drawn at random.",
+    )
     look_every: int = Field(4, ge=1, description="Steps of the attack between two measurements of the uncertainty.")
     strength: float = Field(4.0, ge=0, description="Weight of the uncertainty at the attack's end.")
 
