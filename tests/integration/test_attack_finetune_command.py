@@ -78,7 +78,7 @@ def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp
     assert findings["resistance, defended"]["value"] < 3
     assert findings["kept ability, defended"]["value"] == pytest.approx(1, abs=0.02)
     assert findings["kept ability, defended"]["ci95"][0] <= 1 <= findings["kept ability, defended"]["ci95"][1] + 0.02
-    assert findings["perplexity by the base's, defended"]["value"] == pytest.approx(1, abs=0.05)
+    assert findings["perplexity relative to the base, defended"]["value"] == pytest.approx(1, abs=0.05)
     assert findings["training on task, defended"]["value"] > 0
     assert 0.2 < result["threshold"] < 1
     assert "resistance, defended is" in result["verdict"]["sentence"]

@@ -174,7 +174,7 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
     assert (empty.exit_code, "line 1" in empty.output) == (2, True)
     for more, words in (
         (("--defense", "repnoize"), "repnoise"),
-        (("--defense", "security-vectors"), "no folder can hold it"),
+        (("--defense", "security-vectors"), "cannot be written into a folder"),
         (("--freeze", "3-4"), "There are no layers '3-4'"),
         (("--withhold", "poetry"), "No row has the category 'poetry'"),
         (("--batch-size", "64"), "48 pairs do not fill a step of 64"),

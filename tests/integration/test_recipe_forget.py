@@ -164,7 +164,7 @@ def test_an_edit_is_an_ordinary_folder_that_can_be_undone(done, tmp_path, more):
     assert restored["model"] == found["before"] != found["after"]
     apply(folder, tmp_path / "kept", *more, "--no-undo")
     refused = call("forget", "undo", tmp_path / "kept", tmp_path / "none", code=(2,))["error"]["message"]
-    assert "keeps no weights" in refused
+    assert "contains no weights" in refused
 
 
 def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):

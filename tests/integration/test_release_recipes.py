@@ -133,7 +133,7 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     # What will be published does not hold what would undo the edit.
     answer = CliRunner().invoke(netweight, ["forget", "undo", packed["path"], "undone"])
     assert answer.exit_code == 2
-    assert "keeps no weights" in answer.stderr
+    assert "contains no weights" in answer.stderr
     card = card_of(packed["path"], outcome=result["verdict"]["outcome"])
     for expected in ("### Memorization switched off", "| prompts | 2 |", "### Compressed, bit", "NCC, to the training"):
         assert expected in card

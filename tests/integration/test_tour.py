@@ -67,7 +67,7 @@ def test_what_the_tour_shows(toured):
     assert named["hyperfl: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
     assert named["fedavg: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
     sums = "gradient recovered, 1 step of batch 1, sum of 10 clients"
-    lies = named[f"hyperfl, in a secure sum, a server that lies: {sums}, server with thresholds, first round"]
+    lies = named[f"hyperfl, in a secure sum, malicious server: {sums}, server with thresholds, first round"]
     assert (lies["n"], lies["value"] > 0.9) == (10, True)
     assert "hyperfl, noise added: gradient recovered, 1 step of batch 1, first round" in named
     assert named["planted images brought back, original"]["value"] == 100

@@ -290,7 +290,7 @@ def test_a_card_and_files_of_later_are_told_apart(tmp_path):
 def test_what_was_published_without_weights_cannot_be_undone(tmp_path):
     sdxl(tmp_path / "source")
     run("apply", tmp_path / "source", tmp_path / "edited", *tables(tmp_path), "--no-undo")
-    assert "keeps no weights" in run("undo", tmp_path / "edited", tmp_path / "again", code=2)["error"]["message"]
+    assert "contains no weights" in run("undo", tmp_path / "edited", tmp_path / "again", code=2)["error"]["message"]
 
 
 def test_links_of_the_hubs_cache_become_files(tmp_path):

@@ -50,7 +50,7 @@ def test_edits_that_cannot_be_are_refused():
         edit(scores[:, :5], [Move(beard, 1.0)])
     with pytest.raises(UsageError, match="not finite"):
         edit(scores, [Move(beard, float("nan"))])
-    with pytest.raises(UsageError, match="begin to hold"):
+    with pytest.raises(UsageError, match="cannot begin at timestep"):
         Delay(-1)
     assert [Delay(700).edited(t) for t in (999, 701, 700, torch.tensor(0))] == [False, False, True, True]
 

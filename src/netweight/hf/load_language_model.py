@@ -177,8 +177,8 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences
     if beyond:
         names = ", ".join(repr(tokenizer.convert_ids_to_tokens(token)) for token in beyond[:3])
         raise UsageError(
-            f"The rows hold {names}, added to the tokenizer, and the model's embedding has {rows} rows: it never "
-            "learned these tokens.",
+            f"The rows contain {names}, which were added to the tokenizer. The model's embedding has {rows} rows, so "
+            "it never learned these tokens.",
             cure="Remove these rows, or call model.resize_token_embeddings(len(tokenizer)) and save the model.",
         )
 
@@ -253,8 +253,8 @@ ABOUT = "training.json"
 # ---- the parts of a decoder, found by what they are and not by what they are called ----------------------------------
 
 _CURE = (
-    "Needed is a decoder with one list of blocks, each with attention and a feed-forward layer, then a norm and a "
-    "linear layer to the vocabulary, such as a causal language model of transformers."
+    "Give a decoder with one list of blocks, each with attention and a feed-forward layer, then a norm and a linear "
+    "layer to the vocabulary, such as a causal language model of transformers."
 )
 _MOST_INPUTS = 2  # a feed-forward layer takes the hidden state, at most the residual too; attention takes far more
 

@@ -218,9 +218,9 @@ class PipelineModel:
         schedule = self._kind.schedule
         if schedule.trained == "noise" and float(scheduler.alphas_cumprod[-1]) < 1e-6:
             return (
-                "At zero terminal SNR the first step sees pure noise, of which a prediction of noise says nothing. "
-                f'Models trained so predict velocity: write "prediction_type": "v_prediction" into {file}; otherwise '
-                'write "rescale_betas_zero_snr": false.'
+                "At zero terminal SNR the first step begins with pure noise, and predicting it gives no information. "
+                f'Models that were trained so predict velocity: write "prediction_type": "v_prediction" into {file}; '
+                'otherwise write "rescale_betas_zero_snr": false.'
             )
         return "Check the weights for NaN, and try another variant of the pipeline, such as one in fp32."
 

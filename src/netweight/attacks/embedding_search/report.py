@@ -83,14 +83,12 @@ def search_section(
 _INTRO = (
     "Each search changes the text embedding by gradient descent until the model generates the target image. It begins "
     "from the target's own prompt, from prompts that have nothing to do with it, and from noise, with each learning "
-    "rate. Further attacks may stand beside: soft tokens and typed words through the text encoder, the noised or "
-    "inverted target, training on pictures. The fastest counts, since an attacker can choose it. A search that "
-    "ends without "
-    "success is censored: more steps are needed than it took.\n\n"
-    "With enough steps, such a search may generate images that no model was trained on. Therefore the same "
-    "searches are "
-    "made for never-trained images, and in the model before its edit: only what planted images give more easily than "
-    "these is memory."
+    "rate. Other attacks may be added: soft tokens and typed words, the noised or inverted target, and training on "
+    "pictures. The fastest one counts, since an attacker can choose it. A search that ends without success is "
+    "censored: more steps are needed than it took.\n\n"
+    "With enough steps, such a search may generate images that no model was trained on. Therefore the same searches "
+    "are made for never-trained images, and in the model before its edit: only what is found more easily than these "
+    "is memory."
 )
 
 
@@ -448,8 +446,9 @@ def search_table(comparison: Comparison) -> Table:
         if comparison.of(name, trained=trained)
     ]
     notes = (
-        "n: searches, every restart being one of its own here; found: those that brought the image back; median: steps "
-        "by which half had, > where fewer had; best: the greatest median similarity over a step's images, averaged "
+        "n: number of searches, each restart counted; found: those that recovered the image; median: steps by which "
+        "half of them had, > if fewer than half did; best: the greatest median similarity over a step's images, "
+        "averaged "
         "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
         "at the last comparison",
     )

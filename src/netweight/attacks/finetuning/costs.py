@@ -118,7 +118,8 @@ def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Ma
         runs = [*sweep.of(name, domain=domain), *(searched[name].tried if name in searched else ())]
         rows += [(name, p.label, p.steps, p.rows, p.flops, round(p.seconds, 2)) for p in front(runs)[:_SHOWN]]
     notes = (
-        "single runs that no other run on the same model beats in steps, rows and operations; operations: 2 for each "
-        "weight and token forward, 2 for the gradient of activations, 2 for that of weights that are trained",
+        "Each row is a run that no other run on the same model beats in steps, rows and operations at once. "
+        "Operations: for each weight and token 2 in the forward pass, 2 for the gradient of activations, and 2 for the "
+        "gradient of the weight if it is trained.",
     )
     return Table("The cheapest attacks", columns, rows, notes)

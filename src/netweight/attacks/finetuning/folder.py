@@ -179,8 +179,8 @@ def _check_rows(settings: FolderAttack) -> None:
         twins = [(place, known[row]) for row, place in found.items() if row in known]
         if twins:
             raise UsageError(
-                f"{len(twins)} of {len(found)} rows of {file} are in another file too: {twins[0][0]} is "
-                f"{twins[0][1]}. Rows that were trained on are not evidence for rows that were not.",
+                f"{len(twins)} of {len(found)} rows of {file} are also in another file: {twins[0][0]} is "
+                f"{twins[0][1]}. A result on rows that were trained on says nothing about other rows.",
                 cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
         known |= found if other == "rejected" else {}

@@ -304,11 +304,11 @@ def _perplexity(name: str, before: KeptAbility, after: KeptAbility, seed: int) -
     if len(before.tokens) < MINIMUM_FOR_BOOTSTRAP:
         ratio = math.exp(losses[1].mean - losses[0].mean)
         few = {"reason": f"no interval: {len(before.tokens)} rows are fewer than {MINIMUM_FOR_BOOTSTRAP}"}
-        return [Finding(f"perplexity by the base's, {name}", ratio, unit="×", better="lower", detail=few)]
+        return [Finding(f"perplexity relative to the base, {name}", ratio, unit="×", better="lower", detail=few)]
     base, own = (perplexity(one, seed=seed) for one in losses)
     return [
         _finding(f"perplexity, {name}", own, seed, better="lower", baseline=base.estimate, unit="per token"),
-        _finding(f"perplexity by the base's, {name}", compare(losses[1], losses[0], seed=seed), seed,
+        _finding(f"perplexity relative to the base, {name}", compare(losses[1], losses[0], seed=seed), seed,
                  better="lower", unit="×"),
     ]  # fmt: skip
 

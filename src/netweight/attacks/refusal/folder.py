@@ -89,8 +89,8 @@ def attack_refusal(
         make = [question for question, flag in zip(refused.make, flags, strict=False) if flag]
         if len(make) < _LEAST_REFUSED:
             raise UsageError(
-                f"The model refuses {sum(flags)} of {len(asked)} prompts, and edits are made of at least "
-                f"{_LEAST_REFUSED} refused ones of a half.",
+                f"The model refuses {sum(flags)} of {len(asked)} prompts. Edits need at least "
+                f"{_LEAST_REFUSED} refused prompts in the half that they are computed from.",
                 cure="Give prompts that it refuses as --refused, or phrases of its refusals as --phrases.",
             )
         panels = [
@@ -102,9 +102,9 @@ def attack_refusal(
         ]
         if mixed := sum(panel.ordinary_refusals() for panel in panels):
             warnings.append(
-                f"{mixed} of {sum(len(panel.ordinary) for panel in panels)} ordinary prompts are answered as refusals "
-                "begin. Edits are made of the difference between both kinds of prompts, and are better with ordinary "
-                "prompts that the model answers."
+                f"The answers to {mixed} of {sum(len(panel.ordinary) for panel in panels)} ordinary prompts begin like "
+                "refusals. Edits are computed from the difference of both kinds of prompts: give ordinary prompts that "
+                "the model answers (--ordinary)."
             )
         material = EditMaterial(
             network, [each.prompt + leads[each] for each in make], [each.prompt for each in ordinary.make],

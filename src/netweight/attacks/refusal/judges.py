@@ -80,8 +80,8 @@ def _classifier(folder: Path, label: str, device: str) -> Judge:
     fitting = [name for name in labels if name == label or (not label and _REFUSAL.search(name))]
     if len(fitting) != 1:
         raise NameNotFound(
-            f"The labels of {folder} are {', '.join(labels)}; which one is meant is not evident.",
-            cure=f"Name it: {folder}#LABEL.",
+            f"The labels of {folder} are {', '.join(labels)}, and it is not evident which of them is meant.",
+            cure=f"Name the label: {folder}#LABEL.",
         )
 
     def judge(answers: list[str]) -> list[float]:

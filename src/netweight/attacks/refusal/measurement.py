@@ -142,16 +142,15 @@ class Examiner:
         """Find the tokens that refusals begin with, by phrases, and return which answers are refusals by the judge.
 
         Raises:
-            UsageError: No answer holds a phrase, or many answers end within a thought.
+            UsageError: No answer contains a phrase, or many answers end within a thought.
         """
         read = [self.read(question, answer) for question, answer in zip(questions, answers, strict=True)]
         unfinished = sum(not each.finished for each in read)
         if unfinished > 0.2 * len(read):
             raise UsageError(
-                f"{unfinished} of {len(read)} answers end within a thought after {self.new_tokens} tokens, so nothing "
-                "can be said of refusal.",
-                cure="Give more --new-tokens, or --template enable_thinking=false if the chat template has this "
-                "option.",
+                f"{unfinished} of {len(read)} answers end within a thought after {self.new_tokens} tokens, so "
+                "refusal cannot be measured.",
+                cure="Give more --new-tokens, or --template enable_thinking=false if the template has this option.",
             )
         texts = [each.text for each in read]
         flags = [each > 0.5 for each in (self._judge or self._phrases)(texts)]

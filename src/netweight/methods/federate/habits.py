@@ -117,9 +117,8 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
             kept = [n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)]
             raise Unsupported(
                 f"The network keeps {_named(kept[0]) if kept else 'something'!r} from batch to batch, which is not a "
-                "buffer with a first value in a layer that is trained: it would belong to the process and mix what "
-                "clients train.",
-                cure="Register it as a buffer with its first value (`register_buffer`), or leave it out.",
+                "registered buffer of a trained layer, so that all clients of this process would share it.",
+                cure="Register it as a buffer with its initial value (`register_buffer`), or leave it out.",
             )
     return Habits(random, _needs_two(body, head, inputs), from_data)
 

@@ -81,7 +81,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         noisy = replace(run, method=Hardened(run.method, UpdateNoise(settings.clip, settings.noise)))
         looks[f"{name}, noise added"] = (noisy, step, settings.images)
     many = min(settings.summed_over, len(run.task.clients))
-    lied = f"{name}, in a secure sum, a server that lies"
+    lied = f"{name}, in a secure sum, malicious server"
     if many > 1:
         summed = replace(step, summed_over=many)
         looks[f"{name}, in a secure sum"] = (run, summed, 1)
@@ -119,12 +119,12 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
 
 _INTRO = (
     "The server knows the network, the learning rate and what it sent, and no label. One step on one image is the "
-    "worst case; a gradient that is known is as good as the image. Likenesses are PSNR and SSIM, where 1 is the same "
-    "image; the baseline is the better of a random and an average image of other clients, for cosines what the "
-    "published average of all clients gives away.\n\nNoise: every client clips its update and adds noise to it all. A "
-    "secure sum: the server sees the average and nothing else. A server that lies takes it apart where clients drew "
-    "embeddings of their own; clients that look at what they are sent refuse these plain thresholds, and an attacker "
-    "who knows that passes."
+    "worst case; a gradient that is known is as good as the image. Similarities are PSNR and SSIM, where 1 is the same "
+    "image. Their baseline is the better of a random and an average image of other clients; that of cosines is what "
+    "the published average of all clients reveals.\n\nNoise: every client clips its update and adds noise to all of "
+    "it. A secure sum: the server sees only the average. A malicious server can separate the clients of a sum if they "
+    "drew embeddings of their own. Clients that inspect what they receive refuse such plain thresholds; an attacker "
+    "who knows this can hide them."
 )
 
 
@@ -161,7 +161,8 @@ def _grid(seen: Mapping[str, Exposure]) -> Figure | None:
         ],
         rows=["a client's image", *shown], columns=[f"client {number}" for number in range(1, most + 1)],
         alt="Images of clients, and what the server reconstructs of each under each method and protection.",
-        caption="One step on one image. Above what the clients hold, below what the server makes of what they send; a "
+        caption="One step on one image. Above: the clients' images. Below: what the server reconstructs from "
+        "their updates; a "
         "sum gives one image for all.",
         pixels=64,
     )  # fmt: skip

@@ -52,13 +52,13 @@ class EditCheck:
         if self.returning:
             first = f"{len(self.returning)} of {count} pictures still come back: {'; '.join(self.returning)}."
         else:
-            first = f"No picture of {count} comes back in {self.images} images of each prompt."
+            first = f"0 of {count} pictures come back in {self.images} images of each prompt."
         more = ""
         if self.diverted:
             more = f" {len(self.diverted)} prompts bring another memorized picture instead: {'; '.join(self.diverted)}."
         if never:
             more += (
-                f" {len(never)} of {count} did not come back before the edit either, so that the check says nothing of "
+                f" {len(never)} of {count} did not come back before the edit either, so the check says nothing about "
                 "them."
             )
         return first + more

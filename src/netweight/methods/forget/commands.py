@@ -134,21 +134,21 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
             f"{len(record.units)} neurons of {len(record.units.modules)} layers were multiplied by {record.factor:g}."
         )
     else:
-        what = f"{len(record.prompts)} prompts were edited ({record.method})."
+        what = f"Edited prompts: {len(record.prompts)} ({record.method})."
     files = record.files
     variants = sorted({variant or "the usual files" for variant in files.read.values()})
     warnings = []
     if files.unedited:
         warnings.append(
-            f"{', '.join(files.unedited)} hold or may hold the weights from before the edit and are not edited. "
+            f"{', '.join(files.unedited)} may contain the weights from before the edit and were not edited. "
             "Leave them out of the folder that is published: --other-weights leave-out."
         )
     warnings += record.remarks
-    lines = [what, f"Read: {', '.join(variants)}. Edited: {', '.join(files.edited)}. All other files are copies."]
+    edited = ", ".join(files.edited)
+    lines = [what, f"Files read: {', '.join(variants)}. Files edited: {edited}. All other files were copied."]
     sections = []
     if record.check:
         check = EditCheck.from_json(record.check)
-        lines.append(check.verdict)
         sections.append(check_section(check))
     elif record.prompts:
         warnings.append("It was not checked whether pictures still come back.")
@@ -190,8 +190,8 @@ def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed
         return plan_audit(settings, edited)
     report = Report(
         f"{edited.name}: comparison with the pipeline before its edit",
-        summary="Suppressed means that no image of the seeds compared copies the training image; whether it can still "
-        "be found is what the search asks.",
+        summary="Suppressed means that no image of the seeds compared copies the training image. The search tests "
+        "whether it can still be recovered.",
         command=context.command, seeds=(seed,), inputs={path.name: digest_file(path) for path in settings.files},
     )  # fmt: skip
     done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=context.progress)

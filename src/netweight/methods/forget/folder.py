@@ -106,8 +106,8 @@ def forget_folder(
         remarks = tuple(pairs.remarks) if pairs is not None else ()
         if ordinary and len(ordinary) < FEW:
             remarks += (
-                f"{len(ordinary)} ordinary prompts are few: statistics over them, and what an edit keeps by them, mean "
-                "little. Give 100 or more.",
+                f"{len(ordinary)} ordinary prompts are few: statistics over them are unreliable, and the edit protects "
+                "other prompts less. Give 100 or more.",
             )
         record = replace(record, remarks=remarks)
         return write_edited(job, model, record, destination, other_weights=settings.other_weights, undo=settings.undo)
@@ -360,8 +360,8 @@ def card(folder: Path) -> CardEntry | None:
     )
     if all(record.undoable for record in records):
         text += (
-            " The folder keeps what was changed: `netweight forget undo FOLDER NEW` takes the last edit back to the "
-            "last bit, and so can everybody who has it."
+            " The folder contains the original weights: `netweight forget undo FOLDER NEW` undoes the last edit to "
+            "the last bit, and everybody who has the folder can do so."
         )
     units = {unit for record in records for unit in record.units}
     facts = (

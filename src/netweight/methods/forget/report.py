@@ -294,7 +294,7 @@ _INTRO = (
     "with the prompt's training image, seed by seed since medians hide single copies, and with all other memorized "
     "images: an edit may only divert a prompt to another one's.\n\n"
     "Suppressed for this prompt means that no image of these seeds copies the training image. It does not mean that "
-    "the image is gone from the weights: whether other embeddings bring it back is what the search asks."
+    "the image is gone from the weights: the search tests whether other embeddings bring it back."
 )
 _ATTACKED = "found by search"
 

@@ -55,8 +55,8 @@ def training_report(
     rows = [each for each in (settings.pairs, settings.retain) if each is not None]
     report = Report(
         f"{destination.name}: {source.name} with {DEFENSES.name_of(settings.defense)}",
-        summary="What was trained into the model, and what that did inside of it. How long it holds is for attacks to "
-        "say: resistance is delay, not prevention.",
+        summary="How the defense was trained, and what the training changed inside the model. A defense delays an "
+        "attack and does not prevent it; attacks measure how long it lasts.",
         command=command,
         seeds=(settings.seed,),
         inputs={str(each): digest_file(each) if isinstance(each, Path) else read_rows(each).digest() for each in rows},
@@ -75,13 +75,13 @@ def training_report(
 
 
 def card(folder: Path) -> CardEntry | None:
-    """Return what a model card says of a defended folder; None if the folder is not one."""
+    """Return the entry of a model card for a defended folder; None for any other folder."""
     if not (folder / RECORD).exists():
         return None
     record = Record.read(folder / RECORD)
     text = (
-        "A defense against harmful fine-tuning was trained into the weights. That is delay, not prevention: how many "
-        "steps of an attack it holds is for attacks to say, and only those that were tried."
+        "A defense against harmful fine-tuning was trained into the weights. It delays an attack and does not prevent "
+        "it. How many steps it lasts is measured by attacks, and only for the attacks that were tried."
     )
     facts = (
         ("defense", record.defense),

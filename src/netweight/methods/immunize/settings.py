@@ -46,7 +46,7 @@ class TrainingSettings(Settings):
     measure_every: Annotated[int, _BY_SET] = Field(
         25, ge=1,
         description="Steps between two measurements of each term's gradient norm, by which weights are balanced; such "
-        "a step goes backward once per term.",
+        "a step takes one backward pass for each term.",
     )  # fmt: skip
     checkpoint_every: int | None = Field(None, ge=1)
     """Steps between two checkpoints, from which a run that was stopped continues; none by default. A checkpoint holds
@@ -90,12 +90,12 @@ class ImmunizeSettings(TrainingSettings, FolderSettings):
     """Train a defense against harmful fine-tuning into a model folder."""
 
     def check(self) -> None:
-        """Refuse what no folder can hold."""
+        """Refuse defenses that cannot be written into a folder."""
         super().check()
         if DEFENSES.name_of(self.defense) == "security-vectors":
             raise UsageError(
-                "A security vector protects while it is at work in a model that others train, so no folder can hold "
-                "it.",
+                "A security vector protects only while it is active in a model that others train, so it cannot be "
+                "written into a folder.",
                 cure="Use netweight.immunize in your own training loop, or another defense.",
             )
 

@@ -117,8 +117,8 @@ COMMANDS: tuple[Entry, ...] = (
         {"neighbors": lazy(f"{_AUDITS}:drawn_points"), "images": None},
         run=lazy(f"{_COMMANDS}:sample"),
         summary="Draw points from a space.",
-        description="From five points on, the command measures whether they lie where models lie without being copies "
-        "of them.",
+        description="With five points or more, the command measures whether they lie in the region of the models "
+        "without copying one.",
         example="netweight space sample space --count 8 --out points.json",
         arguments=(_SPACE, _MOVED_BANK, OVERWRITE, _POINTS),
         audited=None,
@@ -277,7 +277,7 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:ImportSettings"),
         run=lazy(f"{_COMMANDS}:import_space"),
         summary="Convert the space that weights2weights published.",
-        description="SRC contains V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; nothing in them is "
+        description="SRC contains V.pt, mean.pt, std.pt, proj_1000pc.pt and adapter_config.json; no code in them is "
         "executed. The result samples, edits, inverts and exports as any other space.",
         example="netweight space import published space",
         arguments=(Argument("source", "folder", metavar="SRC"), Argument("space", "new")),
