@@ -40,7 +40,7 @@ class Answer:
     text: str
     """The final answer, after the model's thoughts; empty where a thought did not end."""
     finished: bool
-    """Whether the thoughts ended, or there were none."""
+    """True if the thoughts ended, or there were none."""
 
 
 def final_answer(text: str, *, in_thought: bool = False) -> Answer:

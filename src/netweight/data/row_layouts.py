@@ -187,7 +187,7 @@ class Layout:
     conversation: str | None = None
     """Column of whole conversations, whose last assistant turn is the response; None for other layouts."""
     alpaca: bool = False
-    """Whether the prompt is made of `instruction` and `input`."""
+    """True if the prompt is made of `instruction` and `input`."""
 
     def has(self, part: str) -> bool:
         """Return whether rows have a prompt, a response, or a chosen or rejected answer."""

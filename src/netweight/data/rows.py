@@ -89,7 +89,7 @@ class RowErrors:
     name: str
     """The source, for messages."""
     found: dict[str, list[str]] = field(default_factory=dict)
-    """What is wrong, by the row's place."""
+    """Errors by the row's place."""
 
     def add(self, where: str, error: str) -> None:
         """Note what is wrong with a row."""

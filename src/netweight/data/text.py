@@ -33,7 +33,7 @@ class TextPair:
     """A prompt with a harmless and a harmful answer."""
 
     prompt: Text
-    """What is asked."""
+    """Prompt."""
     chosen: Text
     """The harmless answer."""
     rejected: Text
@@ -41,7 +41,7 @@ class TextPair:
     categories: tuple[str, ...] = ()
     """Categories of harm; may be empty."""
     source: str = "the pairs"
-    """Where the pair came from, for messages."""
+    """Source of the pair, for messages."""
     where: str = "a pair"
     """The place within the source, for messages."""
 
@@ -52,13 +52,13 @@ class TextExample:
     """A prompt with a response."""
 
     prompt: Text
-    """What is asked."""
+    """Prompt."""
     response: Text
     """The answer; an empty string where only the prompt is known."""
     categories: tuple[str, ...] = ()
     """Categories of harm; may be empty."""
     source: str = "the examples"
-    """Where the example came from, for messages."""
+    """Source of the example, for messages."""
     where: str = "an example"
     """The place within the source, for messages."""
 

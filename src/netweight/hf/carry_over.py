@@ -67,7 +67,7 @@ def _without_paths(file: Path) -> None:
 
 
 def _is_path(value: object) -> bool:
-    """Say whether a text is a path of a disk and no id of a hub, such as "author/model"."""
+    """Return True if a text is a path of a disk and not an id of a hub, such as "author/model"."""
     if not isinstance(value, str) or not value:
         return False
     return value.startswith(("/", ".", "~", "\\")) or value[1:3] in (":\\", ":/") or Path(value).is_absolute()

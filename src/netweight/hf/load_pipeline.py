@@ -87,7 +87,7 @@ class PipelineModel:
 
     @property
     def schedule(self) -> NoiseSchedule:
-        """Its noise levels, and what its denoiser was trained to predict."""
+        """Noise levels, and what the denoiser was trained to predict."""
         return self._kind.schedule
 
     @property

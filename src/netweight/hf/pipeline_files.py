@@ -54,7 +54,7 @@ class TensorPlace:
     dtype: torch.dtype
     """The dtype that it is stored in."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the tensor."""
     begin: int
     """Position of its first byte in the file; it is contiguous, in row-major order."""
 

@@ -208,7 +208,7 @@ def side_by_side(name: str, adapters: Sequence[Adapter], weights: Sequence[float
 
 
 def _same_modules(one: Adapter, other: Adapter) -> None:
-    """Say which module is in one adapter alone."""
+    """Raise an error that names a module which only one adapter has."""
     for name in sorted(set(one.factors) ^ set(other.factors)):
         raise not_found(f"Only one of the two adapters changes {name!r}.", name, other.factors)
 

@@ -38,9 +38,9 @@ class IterationPlan:
     length: int
     """Columns."""
     components: int
-    """How many are wanted."""
+    """Number of components."""
     standardize: bool = False
-    """Whether to divide columns by their standard deviation."""
+    """True to divide columns by their standard deviation."""
     most: int = 6
     """Passes of iteration at most."""
     tolerance: float = 2e-3
@@ -67,9 +67,9 @@ class Iteration:
     stage: int
     """0 before anything, then the number of the pass to make."""
     last: bool
-    """Whether that pass is the last."""
+    """True if that pass is the last."""
     fixed: Sums
-    """What the pass works with: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1."""
+    """Fixed values of the pass: `mean`, `deviation`, and `basis`, shape `(p, d)`; from stage 1."""
     captured: tuple[float, ...] = ()
     """Share of the variance that the components had captured, pass by pass."""
 

@@ -36,11 +36,11 @@ class AdapterRecipe:
     learning_rate: float = 0.03
     """Adam's at the first step; it falls linearly to nothing."""
     start: Literal["shared", "independent"] = "shared"
-    """Whether all adapters start from the same `down`, or each from one of its own that its name decides on; `up`
+    """Start of all adapters from the same `down`, or of each from its own, which its name determines; `up`
     starts at 0.
     """
     train_down: bool = True
-    """Whether `down` is trained; if not, every change is linear in `up` (LoRA-FA)."""
+    """True to train `down`; if not, every change is linear in `up` (LoRA-FA)."""
     seed: int = 0
     """Adapters of one seed see the same noise."""
 

@@ -366,7 +366,7 @@ class TypedTokens(Walk):
         return " ".join(self._words[word] for word in words)
 
     def _gains(self, noise: Tensor, times: Tensor) -> Tensor:
-        """By how much each word in each place would lower the error, to first order: shape `(places, words)`."""
+        """Return how much each word in each place would lower the error, to first order: shape `(places, words)`."""
         prompt = [self._prompt(self._typed)]
         tokens = self._opened.token_embeddings(prompt).requires_grad_()
         first = int((tokens[0].detach() == self._table[self._typed[0]]).all(-1).nonzero()[0])

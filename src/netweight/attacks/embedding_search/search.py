@@ -374,7 +374,7 @@ class Subject:
     """A model to be searched."""
 
     name: str
-    """Its name, different from those of other subjects."""
+    """Name, different from those of other subjects."""
     model: TextToImage
     mitigated: Callable[[TextToImage], AbstractContextManager[TextToImage]] | None = None
     """Changes the model for a block and yields what is then searched, such as a mitigation that works by hooks;

@@ -295,7 +295,7 @@ def _plain(subject: Subject) -> list[str]:
 
 
 def _with(attacks: Sequence[AttackSettings], domain: str, subject: Subject) -> list[AttackSettings]:
-    """The same attacks with other data, as much as there is of it."""
+    """Return the same attacks with other data, as many rows as there are."""
     named = [attack.replace(domain=domain) for attack in attacks]
     longest = [attack.max_steps for attack in named]
     fitted = [attack.replace(samples=min(attack.samples, len(subject.domain(domain).train))) for attack in named]

@@ -104,7 +104,7 @@ def resistance_verdict(
     least: float = 0.0,
     base: Sequence[AttackTimes] | None = None,
 ) -> Words:
-    """Say in plain words what attacks on one subject found.
+    """Return the outcome of attacks on one subject, in plain words.
 
     Args:
         attacks: Attacks on the subject.

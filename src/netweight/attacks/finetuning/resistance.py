@@ -129,7 +129,7 @@ def _least_steps(attacks: Sequence[AttackTimes]) -> list[float]:
 
 
 def _over_defenses(pooled: TimesRatio, steps: Sequence[float], base: float) -> TimesRatio:
-    """The same of a few seeds of a defense: Student's interval over them, as resamples of so few are too much alike."""
+    """Return the ratio over a few seeds of a defense, with Student's interval, as resamples would be too similar."""
     if not 1 < len(steps) < MINIMUM_FOR_BOOTSTRAP or math.isnan(pooled.low) or pooled.bound:
         return pooled
     if len(set(steps)) == 1:  # seen no finer than that; runs still vary

@@ -69,7 +69,7 @@ class SearchResult:
     most_rows: int = 0
     """Rows after which an attack of that search was given up."""
     stopped: bool = False
-    """Whether a search ended because its time was over."""
+    """True if a search ended at its time limit."""
 
     @property
     def soonest(self) -> int | None:

@@ -127,7 +127,7 @@ class AttackSettings(Settings):
 
     @property
     def changes_weights(self) -> bool:
-        """Whether the attack changes weights before the first step."""
+        """True if the attack changes weights before the first step."""
         return self.rows != "kept" or self.bits is not None or self.of_other != 0 or self.noise != 0
 
     @property

@@ -192,7 +192,7 @@ class Subject:
         return (*own, *(name for name, rows in made.items() if rows != plain.train and max(map(len, rows)) <= room))
 
     def _formatted(self, domain: Domain, wanted: str) -> Domain:
-        """The same rows with the beginning that all prompts share cut off, with another mark, or with room before."""
+        """Return the rows without the prompts' common beginning, with another token there, or with room before it."""
         shared = () if wanted == "soft" else _shared([example.prompt for example in domain.train])
         seen = {token for example in (*domain.train, *self.benign) for token in example.prompt + example.response}
         known = embedding_of(self.model)

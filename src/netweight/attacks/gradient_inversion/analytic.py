@@ -37,7 +37,7 @@ class LayerInputs:
     inputs: Tensor
     """Shape `(found, features)`."""
     rows: tuple[int, ...]
-    """How many rows of the gradient say so, for each. Two and more are proof, for no two mixtures of images agree
+    """Number of rows of the gradient that agree, for each. Two and more are proof, for no two mixtures of images agree
     by accident; one may be a mixture.
     """
 
@@ -130,7 +130,7 @@ class RecoveredGradient:
     generated: Tensor
     """Θ as the client generated it from the state it received, shape `(P,)`."""
     movement: Tensor
-    """How θ moved, `θ after - θ before`, shape `(P,)`."""
+    """Change of θ, `θ after - θ before`, shape `(P,)`."""
     energies: Tensor
     """Share of the change's energy in each of its singular values, shape `(k,)`, largest first; after one step all
     of it is in the first, and the spread over the others is what further steps hide.
@@ -138,7 +138,7 @@ class RecoveredGradient:
 
     @property
     def rank_one(self) -> bool:
-        """Whether one code explains the change: after one step, or when all hidden units stayed silent."""
+        """True if one code explains the change: after one step, or when all hidden units stayed silent."""
         return float(self.energies[0]) > _ONE
 
 

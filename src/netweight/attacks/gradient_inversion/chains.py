@@ -38,7 +38,7 @@ class Block:
     """Module name of the convolution."""
     stride: int
     padding: int
-    """Its zero padding."""
+    """Zero padding of the convolution."""
     pool: int
     """Side of the square, non-overlapping windows of max pooling; 1 without pooling."""
     slope: float
@@ -334,7 +334,7 @@ class Imprinted:
     decoder: Tensor
     """From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images."""
     traps: int
-    """How many rows of the first linear layer are traps; they come first."""
+    """Number of rows of the first linear layer that are traps; they come first."""
 
 
 def imprint(

@@ -157,13 +157,13 @@ class MatchingConfig:
     steps: int = 4800
     """Steps of Adam per restart."""
     lr: float = 0.1
-    """Its learning rate, which falls by `schedule`."""
+    """Learning rate, which falls by `schedule`."""
     signed: bool = True
-    """Whether only the signs of the gradient are used."""
+    """True to use only the signs of the gradient."""
     total_variation: float = 0.01
     """Weight of the mean absolute difference between neighboring pixels."""
     annealed: bool = True
-    """Whether that weight falls with the cube root of the learning rate: smooth at first, then true to the update.
+    """True if that weight falls with the cube root of the learning rate: smooth at first, then true to the update.
     The paper keeps it.
     """
     distance: Literal["cosine", "squared"] = "cosine"
@@ -301,9 +301,9 @@ class ROGConfig:
     steps: int = 100
     """Steps of Adam per restart."""
     lr: float = 0.05
-    """Its learning rate; lowered to a tenth along a cosine."""
+    """Learning rate, lowered to a tenth along a cosine."""
     factor: int = 4
-    """How much coarser than the images the latent is, in each direction."""
+    """Factor by which the latent is coarser than the images, in each direction."""
     restarts: int = 1
 
     def __post_init__(self) -> None:

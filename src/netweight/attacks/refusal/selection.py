@@ -20,9 +20,9 @@ class ScoredEdit:
     edit: RefusalEdit
     """The edit."""
     score: Score
-    """Its score on the prompts that choose."""
+    """Score on the prompts that edits are chosen with."""
     measured: Refusal | None = field(default=None)
-    """How it refuses on the prompts that chose nothing; None if its answers were not generated."""
+    """Refusals on the held-out prompts; None if answers were not generated."""
 
     def counts(self, settings: RefusalSettings) -> bool:
         """Return whether ordinary prompts are answered nearly as before."""

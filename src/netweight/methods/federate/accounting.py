@@ -30,7 +30,7 @@ class Release:
     """One noisy part of an answer."""
 
     unit: Unit
-    """What the noise hides: a single example, or everything that a client's update says."""
+    """What the noise protects: a single example, or everything that a client's update reveals."""
     noise: float
     """Standard deviation of the noise as a multiple of the clip; above 0."""
     rate: float
@@ -47,13 +47,13 @@ class AnswerPrivacy:
     releases: tuple[Release, ...] = ()
     """The noisy parts; empty if the answer has no noise."""
     sampling: str = ""
-    """How examples are drawn for a step, in words."""
+    """Sampling of the examples of a step, in words."""
     caveats: tuple[str, ...] = ()
     """Reasons why no ε holds for such an answer, although there is noise."""
 
     @property
     def holds(self) -> bool:
-        """Whether some ε holds for such an answer."""
+        """True if some ε holds for such an answer."""
         return bool(self.releases) and not self.caveats
 
 
@@ -63,7 +63,7 @@ class Guarantee:
     """The ε of a number of answers, with the unit and the adjacency that it is stated for."""
 
     unit: Unit
-    """What one of it is protected: an example, or a client's whole update."""
+    """Unit of protection: an example, or a client's whole update."""
     epsilon: float
     """ε; infinite where none holds. For an example under `adjacency` "add or remove", for a client "replace"."""
     delta: float
@@ -71,11 +71,11 @@ class Guarantee:
     noise: float
     """The least noise of any answer, as a multiple of the clip; 0 if an answer had none."""
     sampling: str
-    """How examples are drawn for a step, in words."""
+    """Sampling of the examples of a step, in words."""
     answers: int
     """The number of answers that were counted, repeated attempts included."""
     caveats: tuple[str, ...] = ()
-    """Why no ε holds; empty if `epsilon` is finite."""
+    """Reasons why no ε holds; empty if `epsilon` is finite."""
     removed: float | None = None
     """For a client: the smaller ε if its change may only be left out, not replaced by another's. None for examples."""
     holders: int = 1

@@ -26,7 +26,7 @@ class Checkpoint:
     private: Mapping[int, Tensors]
     """Each client's private tensors by name, for those that took part so far."""
     rounds: Sequence[Round]
-    """What is known of the rounds so far."""
+    """History of the rounds so far."""
     attempted: Mapping[int, int] = field(default_factory=dict)
     """Client → answers in failed attempts of the next round."""
 

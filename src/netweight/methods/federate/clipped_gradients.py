@@ -47,12 +47,12 @@ class PrivateStep:
     """Shape `(Q,)`."""
     batch: Batch
     mask: Tensor
-    """Which examples count, shape `(n,)`; the others fill the batch up."""
+    """Mask of the examples that count, shape `(n,)`; the others pad the batch."""
     trains: Trains
     clip: float
     """Largest norm of an example's gradient."""
     state: LayerState | None = None
-    """What the client's layers keep."""
+    """Buffers of the client's layers."""
 
     def halves(self, body: Any, head: Any) -> tuple[Any, Any]:
         """Return what is said of each half, None for one that is not trained."""
@@ -146,7 +146,7 @@ def _sum_of_part(step: PrivateStep) -> Clipped:
 
 
 def _layers_fit(model: LocalModel, trains: Trains) -> bool:
-    """Say whether `by_layers` is right for a model: the answer is the same for all workers, as it is tried on one."""
+    """Return True if `by_layers` is right for a model. It is tried on one worker, so that all workers agree."""
     known = _FITS.setdefault(model, {})
     if model.habits.random:
         return False
@@ -164,7 +164,7 @@ def _layers_fit(model: LocalModel, trains: Trains) -> bool:
 
 
 def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
-    """Say whether two ways give the same."""
+    """Return True if two ways give the same result."""
     norms, others = fast.norms[mask], plain.norms[mask]
     alike = (norms - others).abs() <= 1e-3 * others
     apart = [a - b for a, b in ((fast.body, plain.body), (fast.head, plain.head)) if a is not None and b is not None]
@@ -342,7 +342,7 @@ class _Call:
     inputs: Tensor
     """Shape `(n, …)`."""
     output: GradientEdge
-    """Where its output stands in the graph."""
+    """Edge of the layer's output in the graph of gradients."""
     shape: torch.Size
     """The output's."""
 
@@ -424,7 +424,7 @@ class _Kernels:
 
 
 def is_known(layer: nn.Module) -> bool:
-    """Say whether `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros."""
+    """Return True if `layer_gradients` covers a layer: exactly Linear, or Conv2d in one group padded with zeros."""
     if type(layer) is nn.Conv2d:
         return layer.groups == 1 and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return type(layer) is nn.Linear

@@ -38,15 +38,15 @@ class Run:
     """A trained federation."""
 
     task: Task
-    """What was learned."""
+    """Task that was learned."""
     method: Method
-    """How."""
+    """Method of the federation."""
     state: Tensors
     """The server's tensors by name, after the last round."""
     private: dict[int, Tensors]
     """Each client's private tensors by name."""
     rounds: tuple[Round, ...]
-    """What is known of each round."""
+    """History of each round."""
     seed: int
     """The federation's."""
     attempted: Mapping[int, int] = field(default_factory=dict)

@@ -54,11 +54,11 @@ class AuditConfig:
     )
     """Threat models beside the run's own schedule."""
     further: bool = False
-    """Whether what secure sums and noise leave is attacked as well, where they could be."""
+    """True to attack secure sums and noisy updates as well, if the method allows them."""
     images: int = 16
     """Images that are reconstructed per threat model; intervals need at least 5."""
     search: Search | None = None
-    """How long the attacks search; None for their defaults."""
+    """Length of the attacks' searches; None for their defaults."""
     summed_over: int = 20
     """Clients in the average that stands for the published aggregate."""
 
@@ -71,7 +71,7 @@ class Exposure:
     threat: ThreatModel
     """The threat model."""
     is_own: bool
-    """Whether it is the schedule that the run was trained with."""
+    """True if this is the schedule that the run was trained with."""
     cosines: tuple[float, ...]
     """Cosine of the recovered gradient with the client's first gradient, per attacked client."""
     movements: tuple[float, ...]
@@ -93,9 +93,9 @@ class Exposure:
     """The nearest images, shape `(n, c, h, w)`, within 0 and 1."""
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
     why_no_images: str = ""
-    """Why no image could be made, or empty."""
+    """Reason why no image could be computed, or empty."""
     attack: str = ""
-    """Which estimate of the gradient was nearest."""
+    """Name of the nearest estimate of the gradient."""
     best_attacks: tuple[str, ...] = ()
     """For each attacked update, the attack whose image was nearest."""
     image_attacks: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class Exposure:
 
     @property
     def _surely_below(self) -> bool:
-        """Whether every attack that fits was searched, and its images lie below a guess by their interval."""
+        """True if every attack that fits was searched, and its images lie below a guess by their interval."""
         if self.not_searched or not self.psnr:
             return False
         gains = [p - max(r, a) for p, r, a in zip(self.psnr, self.random_psnr, self.average_psnr, strict=True)]

@@ -349,13 +349,13 @@ class Entry:
     home: str
     """Module and name of what makes the method."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Its arguments."""
+    """Arguments of the constructor."""
     training: LocalTraining | None = LocalTraining()
-    """Its local training; None where that is of another kind than HyperFL's."""
+    """Settings of local training; None if they are of another kind than HyperFL's."""
     private: bool = False
-    """Whether local training is differentially private: it then takes a noise multiplier."""
+    """True if local training is differentially private and takes a noise multiplier."""
     has_epsilon: bool = True
-    """Whether some ε holds for a private method."""
+    """True if some ε holds for a private method."""
 
 
 # A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25

@@ -18,9 +18,9 @@ class Habits:
     """Side effects of a network in training mode."""
 
     random: bool = False
-    """Whether it draws random numbers, as dropout does."""
+    """True if the network draws random numbers, as dropout does."""
     needs_two: bool = False
-    """Whether a batch of a single example cannot be trained on, as with batch normalization of features."""
+    """True if the network cannot be trained on a batch of one example, as with batch normalization of features."""
     from_data: tuple[str, ...] = ()
     """Buffers whose new values depend on the examples of a batch, as running statistics do."""
 

@@ -14,9 +14,9 @@ class Round:
     """Record of a finished round."""
 
     round: int
-    """Its number, from 1."""
+    """Number of the round, from 1."""
     clients: tuple[int, ...]
-    """Who was asked, in order."""
+    """Clients that were asked, in order."""
     before: Mapping[int, float] = field(default_factory=dict)
     """Accuracy of each client's model as received, by client, with freshly generated weights; empty in rounds
     without evaluation.
@@ -25,13 +25,13 @@ class Round:
     loss: Mapping[int, float] = field(default_factory=dict)
     """Mean training loss by client."""
     epsilon: Mapping[int, float] = field(default_factory=dict)
-    """What a client's answers have spent, as it says."""
+    """Privacy budget that each client reports as spent."""
     seconds: float = 0.0
     """Wall-clock time of local training and aggregation, without evaluation."""
     refused: Mapping[int, str] = field(default_factory=dict)
     """Client → why its update was left out."""
     attempts: int = 1
-    """How often the round was tried."""
+    """Number of attempts."""
     suspects: Mapping[int, str] = field(default_factory=dict)
     """Client → why its update, though sound, looks odd."""
     answers: Mapping[int, int] = field(default_factory=dict)

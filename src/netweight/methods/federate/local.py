@@ -30,7 +30,7 @@ class Learner:
     """A client before a stretch of local training."""
 
     number: int
-    """Its number in the task."""
+    """Number of the client in the task."""
     weights: Weights
     seed: int
     """Of its draws."""

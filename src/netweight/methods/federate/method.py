@@ -64,11 +64,11 @@ class Client:
     """One client as a round begins."""
 
     number: int
-    """Its number in the task."""
+    """Number of the client in the task."""
     private: Tensors
-    """What it keeps between rounds and never sends: tensors by name."""
+    """Tensors by name that the client keeps between rounds and never sends."""
     received: Tensors
-    """What the server sent it in this round: tensors by name."""
+    """Tensors by name that the server sent in this round."""
 
 
 @final
@@ -77,11 +77,11 @@ class LocalResult:
     """One client as a round ends: what leaves it, and what stays."""
 
     update: Update
-    """What it sends; its metrics hold the mean training loss over the round's steps as "loss"."""
+    """Update that is sent; its metrics contain the mean training loss over the round's steps as "loss"."""
     private: Tensors
-    """What it keeps: tensors by name."""
+    """Tensors by name that the client keeps."""
     weights: Weights
-    """Its personal model after local training."""
+    """Personal model of the client after local training."""
 
 
 class Method(Protocol):
@@ -89,7 +89,7 @@ class Method(Protocol):
 
     @property
     def name(self) -> str:
-        """As the command line calls it."""
+        """Name on the command line."""
         ...
 
     @property
@@ -140,7 +140,7 @@ class Wrapped:
 
     @property
     def name(self) -> str:
-        """As the command line calls it."""
+        """Name on the command line."""
         return self.method.name
 
     @property

@@ -38,11 +38,11 @@ class Observation:
     """A server's observation of one client, and the truth that it does not see."""
 
     client: int
-    """Its number."""
+    """Number of the client."""
     sent: Tensors
-    """What the server sent: tensors by name."""
+    """Tensors by name that the server sent."""
     trap: Imprinted | None
-    """What a malicious server needs to read the answer; None for an honest one."""
+    """Information with which a malicious server reads the answer; None for an honest one."""
     updates: tuple[Update, ...]
     """The updates whose average the server sees: the client's own, or those of a secure sum."""
     images: Tensor
@@ -52,7 +52,7 @@ class Observation:
     gradient: Tensor
     """The gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth."""
     movement: Tensor
-    """How its body moved in the whole round, shape `(P,)`; truth."""
+    """True change of the client's body in the whole round, shape `(P,)`."""
     codes: Tensor | None
     """Hidden codes of the clients summed, shape `(k, H)`, its own first; None without hypernetwork."""
 

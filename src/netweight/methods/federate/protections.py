@@ -63,11 +63,11 @@ class Hardened(Wrapped):
     minimum_steps: int = 1
     """Fewest local steps that a client agrees to."""
     refusal: RefusalLimits | None = None
-    """What a client accepts of a hypernetwork it is sent; None to accept everything."""
+    """Limits of a hypernetwork that a client accepts; None to accept everything."""
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Name in reports."""
         return f"{self.method.name}, hardened"
 
     @property

@@ -66,9 +66,9 @@ class Evidence:
     recovered: RecoveredGradient
     """The gradient read from the update, and the body it was taken of."""
     sent: Tensors
-    """What the server sent, by name."""
+    """Tensors by name that the server sent."""
     received: Tensors
-    """What came back, by name."""
+    """Tensors by name that the client sent back."""
     images: int
     """Number of images behind the update."""
     shape: tuple[int, ...]
@@ -82,7 +82,7 @@ class Evidence:
     clients: int = 1
     """Number of clients whose average the server sees."""
     trap: Imprinted | None = None
-    """What a malicious server needs to read the answer."""
+    """Information with which a malicious server reads the answer."""
 
 
 @final

@@ -56,11 +56,11 @@ class Trial:
     asked: tuple[int, ...]
     """The clients that were drawn, in order."""
     sent: Mapping[int, Tensors]
-    """What each client that could be reached is sent, by client and tensor name."""
+    """Tensors that each reachable client is sent, by client and name."""
     absent: Mapping[int, str]
     """Client → why it could not be reached."""
     started: float
-    """When the attempt began, on the monotonic clock; moved later by time that is not to be counted."""
+    """Begin of the attempt on the monotonic clock, moved later by time that does not count."""
 
 
 class Transport(Protocol):
@@ -124,7 +124,7 @@ class Rounds:
 
     @property
     def done(self) -> bool:
-        """Whether no more rounds are to follow."""
+        """True if no more rounds follow."""
         plateau = self.settings.until_plateau and at_plateau(self.rounds)
         return len(self.rounds) >= self.settings.rounds or plateau
 

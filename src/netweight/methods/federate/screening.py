@@ -130,7 +130,7 @@ def _noisy(state: Tensors, updates: Sequence[Update], deviation: float, seed: in
 
 
 def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]:
-    """Say which clients hardly move, send what another sends, or go against the others as a whole or where most is."""
+    """Return the clients that hardly move, send what another sends, or oppose the others in all or in most tensors."""
     # Honest clients of Fashion-MNIST, each with mostly three of ten classes, had cosines above 0.1 beside a liar;
     # small convolutions go either way. A large matrix is judged by rows that nobody can foresee.
     floating = [name for name, base in state.items() if base.is_floating_point() and base.numel()]

@@ -37,9 +37,9 @@ class ThreatModel:
     alone makes a difference.
     """
     asked: int = 1
-    """How often the same state is asked, where every answer has other noise."""
+    """Number of times that the same state is asked, where every answer has other noise."""
     known: bool = False
-    """Whether the server knows the clients' embeddings, from a round that it saw in the clear."""
+    """True if the server knows the clients' embeddings, from a round that it saw in the clear."""
     first_round: bool = False
     """Attack the first round, from the method's initial state, rather than one more round of the trained federation."""
 

@@ -58,9 +58,9 @@ class Update:
     round: int = 1
     """The round that it answers, from 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """What the client says of its model: "before", "after", "loss", "epsilon", as far as they are known."""
+    """Figures that the client reports of its model: "before", "after", "loss", "epsilon", as far as it knows them."""
     fault: str = ""
-    """Why the reply cannot be used; empty for one that can be validated."""
+    """Reason why the reply cannot be used; empty for one that can be validated."""
     summed: tuple[Update, ...] = ()
     """Of a secure sum or another joint update, each client's own, without tensors."""
 
@@ -128,7 +128,7 @@ def validate_updates(
 
 
 def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
-    """Say what is wrong with one update, or None: round, number of examples, names, shapes, kinds, finite values."""
+    """Return the fault of one update, or None: round, number of examples, names, shapes, kinds, finite values."""
     if update.round != round:
         return f"answers round {update.round}, not {round}: replayed or late"
     if not 1 <= update.n < 2**53:

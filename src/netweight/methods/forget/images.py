@@ -128,7 +128,7 @@ def generate_before_and_after(
 
 
 def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | None]:
-    """As many other neurons, matched by layer where a layer has enough; or why there are none."""
+    """Return as many other neurons, matched by layer where a layer has enough; or the reason why there are none."""
     counts = neuron_counts(model.denoiser, scope="all")
     reason = ""
     for matched, name in ((True, "random neurons, matched by layer"), (False, "random neurons")):

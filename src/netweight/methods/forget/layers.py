@@ -193,7 +193,7 @@ class Statistics:
     means: Mapping[str, Tensor]
     """For each layer, float64 of shape `(width,)`, in the order of `value_layers`."""
     deviations: Mapping[str, Tensor]
-    """The same, float64 of shape `(width,)`; unbiased."""
+    """Standard deviations, float64 of shape `(width,)`; unbiased."""
     prompts: int
     """Number of prompts that they are of."""
     model: str | None

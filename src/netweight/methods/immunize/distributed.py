@@ -30,11 +30,11 @@ class ProcessGroup:
     # What these methods do, all processes do together and in one order; where one is alone, nothing is sent.
 
     size: int = 1
-    """How many there are."""
+    """Number of processes."""
     rank: int = 0
-    """Which one this is, from 0."""
+    """Number of this process, from 0."""
     device: torch.device | str = "cpu"
-    """Where tensors must be that are sent."""
+    """Device of tensors that are sent."""
     handle: Any = None
     """Torch's own; None for all processes."""
 
@@ -186,7 +186,7 @@ class Spread:
     group: ProcessGroup
     """The processes that train it together."""
     device: torch.device
-    """Where it computes."""
+    """Device of the computation."""
 
 
 def spread_of(model: nn.Module) -> Spread:

@@ -25,7 +25,7 @@ class DivergenceMonitor:
         self.bad = 0  # so many steps in a row were far worse than guessing
 
     def problem(self, terms: Mapping[str, TermLog]) -> str | None:
-        """Say what is wrong with a step, if anything is."""
+        """Return the problem of a step, if it has one."""
         for name, term in terms.items():
             if not math.isfinite(term.value):
                 return f"the term {name!r} is {term.value}"

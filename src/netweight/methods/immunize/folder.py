@@ -35,11 +35,11 @@ class Immunized:
     """A folder that was defended."""
 
     record: Record
-    """What was done."""
+    """Record of the training."""
     report: Path
     """The page about it."""
     not_analyzed: str
-    """Why the report does not show the depth; empty if it does."""
+    """Reason why the report does not show the depth; empty if it does."""
     left_out: Sequence[str] = ()
     """Sentences about rows that were left out of the training: how many, which, and why."""
 

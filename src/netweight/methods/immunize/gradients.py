@@ -31,9 +31,9 @@ class TermLog:
     """Value of a term at one step."""
 
     value: float
-    """Its value, without weight."""
+    """Value of the term, without weight."""
     weight: float
-    """What it was multiplied by."""
+    """Factor of the term in the loss."""
     norm: float | None = None
     """Norm of its gradient by all trained weights, without weight; None where it was not measured."""
 

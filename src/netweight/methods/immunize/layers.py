@@ -41,7 +41,7 @@ class LayerAnalysis:
     probes: Sequence[Sequence[float]]
     """For each depth the accuracies of linear probes that tell the kinds apart, one for each random split."""
     vocabulary: int
-    """How many tokens the model chooses from."""
+    """Size of the vocabulary."""
 
     @property
     def pairs(self) -> int:

@@ -35,8 +35,9 @@ class Targets:
     tokens: Tensor
     """Those next tokens, row by row; int64, shape `(N,)`, without those of `blanked`."""
     blanked: int = 0
-    """How many further tokens are predicted by logits that are all zero. They cost `log(vocabulary)` each and have no
-    gradient; the published loss has such, see `repnoise.py`."""
+    """Number of further tokens that are predicted by logits that are all zero. They cost `log(vocabulary)` each and
+    have no gradient; the published loss has such, see `repnoise.py`.
+    """
     shared: float | None = None
     """Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
     processes. The mean over the processes of such means is that over all tokens."""

@@ -51,5 +51,5 @@ def _widened(batch: Batch, width: int, pad_id: int) -> Batch:
 
 
 def blank(batch: Batch) -> Batch:
-    """The same rows with nothing to be predicted: what a process runs that has no rows of a batch."""
+    """Return the same rows without targets, for a process that has no rows of a batch."""
     return Batch(batch.input_ids, batch.attention_mask, torch.full_like(batch.labels, IGNORED))

@@ -27,7 +27,7 @@ class StepLog:
     norm: float
     """Norm of the whole gradient before it was clipped."""
     terms: Mapping[str, TermLog]
-    """What each term of the loss was."""
+    """Terms of the loss by name."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

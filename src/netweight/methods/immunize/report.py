@@ -1,4 +1,4 @@
-"""What a defended folder's report and card say of the training, and which audits are missing."""
+"""Report and card of a defended folder: the training, its depth, and the audits that are missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def depth_audit(run: tuple[Path, Path], settings: object, *, seed: int, progress
 
 
 def why_not_analyzed(pairs: int) -> str:
-    """Say why so many pairs cannot show the depth of a defense here; nothing if they can."""
+    """Return the reason why the depth of a defense cannot be shown with this many pairs; an empty text if it can."""
     if missing := missing_for_figures():
         return f'figures need {missing}: pip install "netweight[evidence]"'
     return f"{pairs} pairs are fewer than {LEAST_PAIRS}" if pairs < LEAST_PAIRS else ""

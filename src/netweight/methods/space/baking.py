@@ -65,13 +65,13 @@ class Baked:
     modules: int
     """How many weights of the model changed."""
     copied: int
-    """How many tensors stayed byte for byte."""
+    """Number of tensors that were copied byte for byte."""
     rounded_away: tuple[str, ...] = ()
     """Weights to which a change was added that is smaller than the rounding of their data type."""
     left_out: tuple[str, ...] = ()
     """Files that are not in the result, since they contain the weights before the change."""
     remarks: tuple[str, ...] = ()
-    """What a reader should know of the adapters."""
+    """Remarks on the adapters."""
 
 
 def bake_files(
@@ -308,7 +308,7 @@ class _Baking:
             )
 
     def _places_of(self, parameter: str) -> dict[str, tuple[int, int]]:
-        """Where the tensors of files lie in the parameter that they make up: expert and block of rows of each."""
+        """Return the places of tensors in the parameter that they make up: expert and block of rows of each."""
         places = self._base.blocks(parameter)
         experts = all(expert_of(name) for _, _, name in self._changes[parameter])
         if places is None or not experts:
@@ -462,7 +462,7 @@ class _Baking:
         result[number].addmm_(left.to(result), right.to(result), alpha=scale * factor)
 
     def _is_packed_transposed(self, plan: AdapterPlan, name: str, stored: tuple[int, ...]) -> bool:
-        """Whether the model stores experts as (inputs, outputs)."""
+        """Return True if the model stores experts as (inputs, outputs)."""
         parameter = self._find(plan, name)
         if self._modules is not None and parameter in self._modules.packed:
             return self._modules.packed[parameter]

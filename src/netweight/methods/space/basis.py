@@ -267,7 +267,7 @@ class Combinations:
 
     @property
     def dense(self) -> bool:
-        """Whether components as matrices are small, and fewer than factors by enough to be worth making."""
+        """True if components as matrices are small, and enough smaller than factors to be worth computing."""
         size = sum(rows * columns for rows, columns in self.bank.shapes.values())
         components = self.weights.shape[1]
         return 4 * components <= len(self.weights) and 4 * size * components <= _DENSE_BYTES

@@ -156,7 +156,7 @@ class _Task:
 
     @property
     def varies(self) -> bool:
-        """Whether the models that count differ in the attribute and in every confounder."""
+        """True if the models that count differ in the attribute and in every confounder."""
         present = self.counts > 0
         columns = [self.values, *(each.values for each in self.others)]
         return all(float(values[present].min()) < float(values[present].max()) for values in columns)

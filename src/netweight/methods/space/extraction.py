@@ -267,17 +267,17 @@ class _Extraction:
             yield _Change(expert_name(name, number, len(change)), one, (), dtype)
 
     def _is_packed(self, name: str) -> bool:
-        """Whether a parameter holds the experts that peft's layout has a place for."""
+        """Return True if a parameter contains experts that peft's layout can store."""
         return self._layout == "peft" and self._modules is not None and name in self._modules.packed
 
     def _is_own_parameter(self, name: str, module: str) -> bool:
-        """Whether a matrix is a parameter of a module that is not a linear layer, such as a router of experts."""
+        """Return True if a matrix belongs to a module that is not a linear layer, such as a router of experts."""
         if self._layout != "peft" or self._modules is None or module in self._modules.shapes:
             return False
         return len(self._modules.parameters.get(name, ())) == 2 and not self._is_embedding(name)
 
     def _is_own_embedding(self, name: str, module: str) -> bool:
-        """Whether an embedding is to be in the LoRA: attention's own, such as T5's, or a chosen one."""
+        """Return True if an embedding belongs in the LoRA: attention's own, such as T5's, or a chosen one."""
         if self._layout != "peft" or not self._is_embedding(name) or not name.endswith(".weight"):
             return False
         return _POSITION.search(module) is not None or (self._chosen is not None and module in self._chosen)

@@ -53,7 +53,7 @@ class LabelColumn:
 
     @property
     def positive(self) -> Tensor:
-        """Whether the value is the larger of the two, shape `(n,)`, bool; False where unknown."""
+        """True where the value is the larger of the two, shape `(n,)`, bool; False where unknown."""
         self.check()
         if self.kind != "binary":
             raise UsageError(f"{self.name!r} has {len(self.levels)} values, not two.", cure="It is continuous.")

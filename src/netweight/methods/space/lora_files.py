@@ -24,7 +24,7 @@ class NamedModel:
     naming: Naming | None = None
     """The names of its architecture."""
     modules: ModelModules | None = None
-    """Its modules."""
+    """Modules of the model."""
 
 
 def named_model(model: str | None) -> NamedModel:

@@ -319,7 +319,7 @@ class PairSampler:
     scores: Tensor
     """Scores of the training models, shape `(n, k)`, fp64."""
     neighbors: int
-    """How many models, by the cosine about the mean, the second one is drawn from."""
+    """Number of the most similar models, by the cosine about the mean, from which the second one is drawn."""
     factor: float
     """Factor of the sum of the two models; 1 preserves the norm that models have."""
 

@@ -305,7 +305,7 @@ class ConvertSettings(FileSettings):
 
 
 class ResizeSettings(ConvertSettings):
-    """How an adapter is made smaller."""
+    """Settings of lowering an adapter's rank."""
 
     def check(self) -> None:
         """A rank or a share is given."""

@@ -314,7 +314,7 @@ class Appended:
 
     @property
     def expected(self) -> float:
-        """The same share of adapters that a fit had not seen, where two halves were fitted; else of those it had."""
+        """Captured share of held-out adapters, if two halves were fitted; otherwise of the fitted ones."""
         halves = self.space.accuracy.halves
         return self.space.accuracy.captured if halves is None else halves.held_out
 

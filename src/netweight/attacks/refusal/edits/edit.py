@@ -25,7 +25,7 @@ class RefusalEdit:
     kind: str
     """Name of its kind, a key of `EDITS`."""
     label: str
-    """Which of its kind, in a few words."""
+    """Short description of the edit within its kind."""
     apply: Callable[[nn.Module], AbstractContextManager[None]]
     """Edits a model while a block lasts, and leaves it as it was."""
 

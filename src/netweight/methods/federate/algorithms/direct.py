@@ -45,9 +45,9 @@ class DirectMethod:
     """Clients train the model's weights themselves; the server averages those halves that are shared."""
 
     name: str
-    """As the command line calls it."""
+    """Name on the command line."""
     halves: tuple[Literal["body", "head"], ...]
-    """Which halves leave a client: both, the body alone, or none."""
+    """Halves of the model that leave a client: both, the body alone, or none."""
     phases: tuple[Phase, ...]
     """Local training of a round."""
     training: LocalTraining = LocalTraining()
