@@ -132,7 +132,7 @@ def test_what_cannot_be_fitted_is_named(solver):
     for bad in (float("nan"), float("inf")):
         values = rows_of()
         values[37, 11] = bad
-        with pytest.raises(UsageError, match=f"Row 37 holds {bad} in column 11"):
+        with pytest.raises(UsageError, match=f"Row 37 contains {bad} in column 11"):
             fit(values, 3)
 
 

@@ -253,7 +253,7 @@ def test_names_that_do_not_exist():
 @pytest.mark.parametrize("name", [name for name in data.NAMES if name != "digits"])
 def test_what_is_nowhere_is_an_error_with_a_cure(tmp_path, monkeypatch, name):
     folder = name.replace("-", "_")
-    with pytest.raises(MissingExtra, match=rf"{name} is not at hand: NETWEIGHT_DATA is not set.*{folder}/.*digits"):
+    with pytest.raises(MissingExtra, match=rf"{name} was not found: NETWEIGHT_DATA is not set.*{folder}/.*digits"):
         data.load(name)
     monkeypatch.setenv("NETWEIGHT_DATA", str(tmp_path))
     with pytest.raises(MissingExtra, match=rf"\({tmp_path}\) contains no {folder}/"):
@@ -332,7 +332,7 @@ def test_omniglot_is_read_from_its_release(tmp_path, monkeypatch):
     (root / "Greek" / "character01" / "other.png").write_bytes(
         (root / "Greek" / "character01" / "0001_01.png").read_bytes()
     )
-    with pytest.raises(UsageError, match=r"other\.png does not end in its drawer"):
+    with pytest.raises(UsageError, match=r"other\.png does not end in the number of its drawer"):
         data.load("omniglot")
 
 

@@ -108,7 +108,7 @@ def test_a_palette_of_colors_and_a_transparent_one(tmp_path):
     found, pixels, _ = loaded(tmp_path)
     assert pixels.shape[1] == 3
     assert any(bool((each == 255).all()) for each in pixels)
-    assert any("transparent in part: 1 picture (" in each for each in found.remarks)
+    assert any("partly transparent: 1 picture (" in each for each in found.remarks)
 
 
 def test_a_color_profile_is_applied(tmp_path):
@@ -145,7 +145,7 @@ def test_odd_pictures_are_named(tmp_path):
     remarks = " ".join(data.load_folder(tmp_path).remarks)
     assert "Of one value everywhere" in remarks
     assert "flat.png" in remarks
-    assert "Clipped" in remarks
+    assert "clipped" in remarks
     assert "white.png" in remarks
 
 
