@@ -356,7 +356,7 @@ def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
         "a.txt": ("\n \n", UsageError, "contains no prompt"),
         "a.jsonl": ('{"prompt": ""}\n', UsageError, "line 1: prompt is empty"),
         "b.jsonl": ("[1]\n", UsageError, "not a list of JSON objects"),
-        "a.dat": ("x", UsageError, "of a kind that is not read here"),
+        "a.dat": ("x", UsageError, "a format that is not supported"),
     }
     for name, (text, kind, reason) in cases.items():
         (tmp_path / name).write_text(text)

@@ -238,7 +238,7 @@ def test_json_is_read_by_its_content_packed_or_not(tmp_path, name, packed):
         ("rows.jsonl", b"[" * 200_000, "nested too deeply"),
         ("rows.jsonl.gz", b"no archive", "cannot be unpacked"),
         ("rows.jsonl.bz2", b"no archive", "cannot be unpacked"),
-        ("rows.jsonl.zst", b"x", "of a kind that is not read here"),
+        ("rows.jsonl.zst", b"x", "a format that is not supported"),
         ("rows.jsonl", '{"prompt": "a", "response": "b"}'.encode("utf-16"), "not in UTF-8"),
     ],
 )
