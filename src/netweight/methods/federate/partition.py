@@ -263,7 +263,8 @@ def _writers(images: Images, clients: int, writers_per_client: int) -> list[tupl
     """Split by writer: train and test images of the same writers."""
     if images.writers is None:
         raise UsageError(
-            f"{images.name} does not name the writers of its images.", cure="Give --partition dirichlet, or --data omniglot."
+            f"{images.name} does not name the writers of its images.",
+            cure="Give --partition dirichlet, or --data omniglot.",
         )
     train = len(images.writers[0])
     found = by_writer(torch.cat(images.writers), writers_per_client=writers_per_client)
