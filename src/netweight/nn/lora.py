@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from netweight.core.names import not_found
 from netweight.errors import UsageError
+from netweight.nn.leading import leading_components
+
+_WHOLE = 32  # a change of full rank from which on its matrix is decomposed instead of its factors
 
 
 @final
@@ -56,6 +59,11 @@ class LowRank:
 
     def dense(self) -> Tensor:
         """Return the change, shape `(rows, columns)`, in the factors' dtype."""
+        if self.rank == min(self.shape):  # as `of` makes them: one factor is the identity, which costs most to multiply
+            if self.rank == self.down.shape[1] and torch.equal(self.down, torch.eye(self.rank).to(self.down)):
+                return self.scale * self.up
+            if self.rank == self.up.shape[0] and torch.equal(self.up, torch.eye(self.rank).to(self.up)):
+                return self.scale * self.down
         return self.scale * (self.up @ self.down)
 
     def inner(self, other: LowRank) -> float:
@@ -75,8 +83,12 @@ class LowRank:
         # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
-        if 4 * rank <= self.rank == min(self.shape) and energy == 1 and self.up.itemsize <= 4:
-            return _leading((self.scale * (self.up.float() @ self.down.float())).double(), rank, self.up.dtype)
+        if self.rank == min(self.shape) and self.rank >= _WHOLE and (4 * rank <= self.rank or energy < 1):
+            wide = LowRank(self.down.float(), self.up.float(), self.scale) if self.up.itemsize < 4 else self
+            left, values, right, lost = leading_components(wide.dense(), rank, energy)
+            root = values.sqrt()
+            up, down = (left * root).to(self.up.dtype), (right * root).T.to(self.up.dtype)
+            return LowRank(down.contiguous(), up.contiguous()), lost
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
         u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
@@ -88,21 +100,6 @@ class LowRank:
         up = (left.Q @ (u[:, :kept] * root)).to(self.up.dtype)
         down = ((vh[:kept] * root[:, None]) @ right.Q.T).to(self.down.dtype)
         return LowRank(down, up), float((values[kept:] ** 2).sum())
-
-
-def _leading(change: Tensor, rank: int, dtype: torch.dtype) -> tuple[LowRank, float]:
-    """The leading components of a matrix by its smaller Gram matrix, and the square of what is left out."""
-    # `change`: fp64; values below some 1e-7 of the largest are lost in rounding, which fp32 does not hold either
-    tall = len(change) > change.shape[1]
-    wide = change.T if tall else change
-    values, vectors = torch.linalg.eigh(wide @ wide.T)
-    values, vectors = values.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
-    kept = max(1, int((values > values[0] * torch.finfo(torch.float64).eps * max(change.shape)).sum()))
-    left, root = vectors[:, :kept], values[:kept].sqrt().sqrt().clamp_min(1e-150)
-    left, right = left * root, (left.T @ wide) / root[:, None]
-    up, down = (right.T, left.T) if tall else (left, right)
-    found = LowRank(down.to(dtype).contiguous(), up.to(dtype).contiguous())
-    return found, max(0.0, float(wide.square().sum() - values[:kept].sum()))
 
 
 @final

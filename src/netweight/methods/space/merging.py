@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from netweight.core.names import Select
@@ -131,12 +132,17 @@ def merged(adapters: Sequence[Adapter], how: MergeSettings) -> Iterator[tuple[st
             yield name, summed
         else:
             parts = [
-                (number, one.factors[name].dense(), weights[name][number])
+                (number, _wide(one.factors[name]).dense(), weights[name][number])
                 for number, one in enumerate(adapters)
                 if name in one.factors
             ]
-            changes = [_trimmed(change.double(), how, name, number) for number, change, _ in parts]
-            yield name, LowRank.of(_joined(changes, [weight for _, _, weight in parts], how).float())
+            changes = [_trimmed(change, how, name, number) for number, change, _ in parts]
+            yield name, LowRank.of(_joined(changes, [weight for _, _, weight in parts], how))
+
+
+def _wide(change: LowRank) -> LowRank:
+    """The change with factors in fp32, if they are narrower."""
+    return LowRank(change.down.float(), change.up.float(), change.scale) if change.up.itemsize < 4 else change
 
 
 def _weights(names: Sequence[str], count: int, how: MergeSettings) -> dict[str, list[float]]:
@@ -164,19 +170,26 @@ def _trimmed(change: Tensor, how: MergeSettings, name: str, number: int) -> Tens
     """TIES keeps the largest entries; DARE random ones, which it enlarges so that their mean stays."""
     if how.method == "ties":
         kept = max(1, int(how.density * change.numel()))
-        flat = torch.zeros(change.numel(), dtype=change.dtype)
-        largest = change.abs().flatten().topk(kept).indices
-        flat[largest] = change.flatten()[largest]
-        return flat.view_as(change)
+        sizes = change.abs().flatten()
+        place = change.numel() - kept
+        least = float(np.partition(sizes.numpy(), place)[place])
+        chosen = sizes > least
+        # Of equal entries at the threshold, the first ones, so that their number is exact.
+        ties = (sizes == least).nonzero().flatten()[: kept - int(chosen.sum())]
+        chosen[ties] = True
+        return change * chosen.view_as(change)
     draw = torch_generator(how.seed, "dare", name, number)
     return change * (torch.rand(change.shape, generator=draw) < how.density) / how.density
 
 
 def _joined(changes: Sequence[Tensor], weights: Sequence[float], how: MergeSettings) -> Tensor:
     """A weighted sum; with elected signs, each entry is the mean of those that have the sign of their sum."""
-    weighted = torch.stack(list(changes)) * torch.tensor(weights, dtype=torch.float64)[:, None, None]
     if how.method == "dare":
-        return weighted.sum(0)
-    elected = torch.where(torch.stack(list(changes)).sum(0) >= 0, 1.0, -1.0)
-    agreeing = torch.stack(list(changes)).sign() == elected
-    return (weighted * agreeing).sum(0) / agreeing.sum(0).clamp_min(1)
+        return torch.stack([change * weight for change, weight in zip(changes, weights, strict=True)]).sum(0)
+    positive = torch.stack(list(changes)).sum(0) >= 0
+    total, count = torch.zeros_like(changes[0]), torch.zeros_like(changes[0])
+    for change, weight in zip(changes, weights, strict=True):
+        agreeing = torch.where(positive, change > 0, change < 0)
+        total += change * weight * agreeing
+        count += agreeing
+    return total / count.clamp_min(1)
