@@ -80,7 +80,8 @@ def _krylov_space(wide: Tensor, rank: int) -> Tensor | None:
         ratio = min(max(gain, 0.0) / last, 0.9) if last > 0 else 0.9
         enough = _ENOUGH * max(whole - taken, _FLOOR * whole) * (1 - ratio) / ratio if ratio else gain
         if gain <= enough:
-            return torch.linalg.qr(basis.double()).Q
+            found: Tensor = torch.linalg.qr(basis.double()).Q
+            return found
         if last > 0 and basis.shape[1] + size * math.log(enough / gain) / math.log(ratio) > _HOPELESS * limit:
             return None
     return None
