@@ -136,7 +136,7 @@ class Result(Generic[C]):
     config: C
     """The configuration as it was given."""
     digest: str
-    """Its digest, the key in the ledger."""
+    """Digest of the configuration, which is the key in the ledger."""
     value: Any
     """Return value of the function after a round trip through JSON (tuples become lists); None if the run failed."""
     error: str | None
@@ -148,7 +148,7 @@ class Result(Generic[C]):
 
     @property
     def ok(self) -> bool:
-        """Whether the run succeeded."""
+        """True if the run succeeded."""
         return self.error is None
 
     @property

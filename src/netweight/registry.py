@@ -60,9 +60,9 @@ class Argument:
     metavar: str = ""
     """What stands for the value in the help; by default the name in capitals."""
     many: bool = False
-    """Whether several may be given."""
+    """True if several may be given."""
     required: bool = True
-    """Whether the command needs it."""
+    """True if the command needs it."""
     default: Any = None
     """The value where none is given."""
 
@@ -123,7 +123,7 @@ class Result:
     next: Sequence[str] = ()
     """Command lines to go on with, as `shell_line` writes them."""
     shown: bool = False
-    """Whether the lines show the findings already."""
+    """True if the lines show the findings already."""
 
 
 @final
@@ -313,10 +313,10 @@ class Method(Command[S]):
     verb: str = ""
     """Its key in recipes; by default the command's words, joined by dashes."""
     audited: bool | None = True
-    """Whether the command runs the audits unless `--audit` or `--no-audit` is given; None where it has no such
+    """True if the command runs the audits unless `--audit` or `--no-audit` is given; None where it has no such
     option."""
     audits_itself: bool = False
-    """Whether `run` takes `audit`, whether to audit, and makes the sections of audits itself."""
+    """True if `run` takes `audit`, whether to audit, and makes the sections of audits itself."""
     examine: Callable[[str, Path, Path, S, Progress], tuple[Any, Any]] = _as_it_is
     """Takes `(audit, destination, source, settings, progress)` and returns the subject and the settings that the audit
     of that name takes; by default `(destination, source)` and the settings. It may work, such as generate images: the

@@ -94,11 +94,11 @@ class Cli:
     envvar: str | None = None
     """Environment variable that gives the value."""
     comma: bool = False
-    """Whether a list is written as one text, "a,b", rather than by repeating the option."""
+    """True if a list is written as one text, "a,b", rather than by repeating the option."""
     own: bool = True
-    """Whether the field has an option of its own; if not, only `--set` reaches it."""
+    """True if the field has an option of its own; if not, only `--set` reaches it."""
     hidden: bool = False
-    """Whether the help leaves the option out."""
+    """True if the help leaves the option out."""
     type: Any = None
     """A click type in place of the annotation's, such as `click.Path(file_okay=False)`."""
     group: str = ""
@@ -595,7 +595,7 @@ class Leaf:
     metadata: tuple[Any, ...]
     """Entries of its `Annotated`, bounds included."""
     required: bool
-    """Whether it must be given."""
+    """True if it must be given."""
     default: Any
     """Its default; None where there is none."""
     group: str
@@ -603,7 +603,7 @@ class Leaf:
     variant: str = ""
     """Name of the variant that it belongs to; empty for fields that all variants share."""
     shared: bool = False
-    """Whether a field further out has its name."""
+    """True if a field further out has its name."""
     only_with: str = ""
     """The choice that it belongs to, such as "method=siss"; empty for fields that always count."""
 
@@ -1044,7 +1044,7 @@ def _value(leaf: Leaf, given: Any) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    """Whether a field takes any text as it is written: strings, paths, or both."""
+    """Return whether a field takes any text as it is written: strings, paths, or both."""
     return kind in (str, Path) or (
         get_origin(kind) in (Union, UnionType) and {*get_args(kind)} <= {str, Path, NoneType}
     )

@@ -358,7 +358,9 @@ class Order:
     """Order in which the products of a row are added; as `Order` in native/products.h, which describes the kinds."""
 
     kind: Literal["sums", "pairs", "tiles"]
-    """In partial sums by column, or in blocks of columns: pair by pair, or even and odd columns apart, as AMX does."""
+    """Order of the additions: in partial sums by column, or in blocks of columns, either pair by pair or with even and
+    odd columns apart, as AMX does.
+    """
     width: int
     """The number of partial sums, or the columns of a block."""
 

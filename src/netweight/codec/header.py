@@ -35,19 +35,19 @@ class ElementType:
     """One element type; an element of a complex type is two numbers."""
 
     code: int
-    """In a blob's header."""
+    """Code of the type in a blob's header."""
     name: str
     """Safetensors' where it has one."""
     torch_name: str | None
     """Numpy and ml_dtypes use the same names."""
     bits: int
-    """Of an element; below 8 the bytes are opaque."""
+    """Width of an element in bits. Elements of fewer than 8 bits are coded as opaque bytes."""
     number_bytes: int
-    """1, 2, 4 or 8."""
+    """Width of a number in bytes: 1, 2, 4 or 8."""
     exponent_bits: int = 0
-    """Of a number; 0 for integers and opaque bytes."""
+    """Number of exponent bits; 0 for integers and opaque bytes."""
     mantissa_bits: int = 0
-    """Of a number."""
+    """Number of mantissa bits."""
 
     @property
     def head_bytes(self) -> int:
@@ -316,14 +316,14 @@ class Header:
     digest: bytes
     """Version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first."""
     nbytes: int
-    """Of the tensor."""
+    """Size of the tensor in bytes."""
     chunk_starts: tuple[int, ...]
-    """In the blob; the last one is the blob's size."""
+    """Offsets of the chunks in the blob; the last entry is the blob's size."""
     version: int = 1
     new_modes: bool = False
-    """Whether a decoder of version 1's chunks cannot read some chunk."""
+    """True if a decoder of version 1's chunks cannot read some chunk."""
     base_digest: bytes = b""
-    """Of the tensor that the blob holds differences from; empty if it holds none."""
+    """Digest of the base tensor that the blob stores differences from; empty if there is none."""
     checks: tuple[int, ...] = ()
     """XXH3-64 of every chunk's numbers; version 1 has none."""
 

@@ -54,7 +54,7 @@ class Rounding:
     element: ElementType
     """BF16, F16 or F32."""
     mantissa_bits: int
-    """Kept, 0 to 6."""
+    """Number of preserved mantissa bits, 0 to 6."""
     block_size: int | None
     """Weights that share a normalizer; None for no normalizers."""
     fidelity: str
@@ -114,7 +114,7 @@ class Precision:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing is rounded."""
+        """True if nothing is rounded."""
         return self.mantissa_bits == LOSSLESS_BITS
 
     def rounding(self, dtype: str) -> Rounding | None:
@@ -187,10 +187,10 @@ class LossyHeader:
     worst: float
     """The largest relative change of a weight that rounding made."""
     words_start: int
-    """Where the words' blob starts."""
+    """Offset of the words' blob, in bytes."""
     words: Bytes = field(repr=False)
     normalizers: Bytes | None = field(repr=False)
-    """None without."""
+    """Normalizers of the blocks; None for rounding without normalization."""
     gaps: Bytes | None = field(repr=False)
     """Numbers of weights between those kept exactly; None if none are."""
     kept: Bytes | None = field(repr=False)

@@ -391,7 +391,7 @@ class Probe:
 
     @property
     def often(self) -> bool:
-        """Whether one value is worth splitting off."""
+        """True if one value is worth splitting off."""
         return 4 * self.occurrences >= self.sampled
 
     def few(self, width: int) -> bool:

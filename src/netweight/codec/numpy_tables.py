@@ -87,9 +87,9 @@ class Plane:
     width: int
     """Bytes of an element, 1 or 2."""
     fractions: int | None = None
-    """Of floats' top bytes the bits of the mantissa that are inside; else None."""
+    """Number of mantissa bits within the top bytes of floats; None for other planes."""
     exponent_bits: int = 0
-    """Of the same."""
+    """Number of exponent bits within the top bytes of floats; None for other planes."""
     tail: bool = False
     """Lower bytes of wider numbers: usually noise."""
     inner: bool = False
@@ -97,7 +97,7 @@ class Plane:
     one_sign: bool = False
     """Floats whose top bits are all equal, as those of second moments are."""
     split_off: bool = False
-    """What a sparse plane left, of which no further value is split off."""
+    """True for the remainder of a sparse plane, from which no further value is split off."""
 
     @classmethod
     def head(cls, element: ElementType) -> Plane:
@@ -136,13 +136,13 @@ class Choice:
     mode: int
     """RANS, STEEP or WIDE_RANS."""
     cost: int
-    """Of the whole plane."""
+    """Cost of the whole plane."""
     split: Split
     symbols: list[int]
-    """In slot order."""
+    """Symbols in the order of their slots."""
     frequencies: list[int]
     second: list[bool]
-    """For RANS, which symbols are of the second class."""
+    """For rANS: the symbols of the second class."""
     host: int
     """The symbol that stands in for those not listed."""
 

@@ -46,7 +46,7 @@ class Outcome:
     """Outcome of one run, as an engine reports it."""
 
     value: Any
-    """What the function returned; None if it failed."""
+    """Return value of the function; None if it failed."""
     error: str | None
     """The traceback, or how the worker process died; None if the run succeeded."""
     seconds: float

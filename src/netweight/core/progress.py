@@ -30,13 +30,13 @@ class Event:
     """Progress of a task, or a note, as a `Progress` passes it to its listener, also between processes."""
 
     description: str
-    """What is worked on, or the text of the note."""
+    """Name of the current work, or the text of the note."""
     done: int = 0
     """Units that are done."""
     total: int | None = None
     """All units; None where that is unknown."""
     unit: str = ""
-    """What a unit is; "B" for bytes."""
+    """Name of the unit; "B" for bytes."""
     seconds: float = 0.0
     """Time since the task began."""
 

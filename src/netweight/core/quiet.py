@@ -1,4 +1,4 @@
-"""What other libraries write while they are imported and used: kept out of the output of commands."""
+"""Suppress the output of other libraries during import and use, to keep it out of the output of commands."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ class Structure:
     blocks: Mapping[str, nn.Module]
     """Decoder blocks by name, first to last."""
     feed_forwards: Mapping[str, nn.Module]
-    """For each block the module whose output is that of the feed-forward layer, before the residual."""
+    """Modules whose output is that of the blocks' feed-forward layers before the residual, one for each block."""
     norm: nn.Module
     """Module that normalizes the output of the last block."""
     norm_name: str

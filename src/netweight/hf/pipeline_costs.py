@@ -78,7 +78,7 @@ class CostPlan:
     stages: tuple[Stage, ...]
     units: UnitCosts
     seconds: tuple[float, ...]
-    """Of each stage."""
+    """Stage → estimated duration in seconds."""
     memory: int | None
     """Most bytes of memory at once; None where they cannot be measured."""
 

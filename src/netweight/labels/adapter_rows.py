@@ -37,7 +37,7 @@ class AdapterFacts:
     """Facts about one adapter from its factors."""
 
     path: Path
-    """Its file or folder."""
+    """File or folder of the adapter."""
     layout: str
     """Layout of its names: "peft", "diffusers", "kohya", …."""
     base: str | None

@@ -29,11 +29,11 @@ class TensorChange:
     """Difference of one tensor from that of the base."""
 
     name: str
-    """Its name in both files."""
+    """Name of the tensor in both files."""
     nbytes: int
-    """Its bytes."""
+    """Size of the tensor in bytes."""
     equal: bool
-    """Whether every byte is equal."""
+    """True if every byte is equal."""
     difference: int
     """Bytes of the compressed difference, as `netweight compress --base` would store it."""
     change: float

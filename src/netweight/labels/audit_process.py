@@ -27,18 +27,18 @@ _END = "end.json"
 @final
 @dataclass(frozen=True)
 class AuditEnd:
-    """How an audit ended, and what it found."""
+    """Result of one audit."""
 
     outcome: Literal["ended", "late", "failed"]
     """Ended: it has sections or a payload. Late: it was stopped. Failed: `reason` says why."""
     line: str = ""
     """The command line."""
     sections: tuple[Section, ...] = ()
-    """What the command measured."""
+    """Sections with the measurements of the command."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What the command writes with `--json`, beside its findings."""
+    """Values that the command writes with `--json`, beside its findings."""
     reason: str = ""
-    """Why it failed, in a sentence."""
+    """Reason of a failure, in a sentence."""
 
 
 def run_apart(

@@ -70,7 +70,7 @@ def _unmeasured(key: str, title: str, reason: object, *, indent: int = 0) -> Row
 
 
 def _refusal_rows(end: AuditEnd) -> list[Row]:
-    """Which share of the prompts is refused, and what is left of that after the best edit without training."""
+    """Return rows on the share of refused prompts, before and after the best edit without training."""
     before, left = (
         _finding(end.sections, name) for name in ("refusals before", "share of the refusals left by the best edit")
     )
@@ -136,7 +136,7 @@ def _finite(value: float) -> float | None:
 
 
 def _memorized_rows(end: AuditEnd) -> list[Row]:
-    """How many prompts look memorized, beside how many ordinary ones pass the same threshold."""
+    """Return rows on the number of prompts that look memorized, and of ordinary prompts above the same threshold."""
     scores = end.payload["prompts"]
     flagged = sum(bool(each["memorized"]) for each in scores)
     title = "Prompts that look memorized, of --prompts"
@@ -178,12 +178,12 @@ AUDITS: tuple[LabelAudit, ...] = (
 @final
 @dataclass(frozen=True)
 class Audited:
-    """What audits added to a label."""
+    """The audits' additions to a label."""
 
     rows: tuple[Row, ...] = ()
     """Rows of the audits that ended, and of those that did not, with the reason."""
     sections: tuple[Section, ...] = ()
-    """Their findings, on which the verdict is passed."""
+    """Sections with the audits' findings, on which the verdict is based."""
     keys: frozenset[str] = frozenset()
     """Keys of the audits that were asked for."""
     minutes: float = 0.0
@@ -198,14 +198,14 @@ class Audited:
 @final
 @dataclass(frozen=True)
 class Request:
-    """What is asked of the audits of a label: time, and rows by option."""
+    """Settings of the audits of a label: time, and rows by option."""
 
     minutes: float
     """The time for all of them together, minutes above 0."""
     given: Mapping[str, str]
     """Rows by the option's name, and the base where there is one."""
     folder: Path
-    """Where they keep their work, from which a second call continues."""
+    """Folder of the audits' intermediate results, from which a second call continues."""
 
 
 def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -> list[LabelAudit]:

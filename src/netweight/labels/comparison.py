@@ -24,7 +24,7 @@ class Pair:
 
     @property
     def changed(self) -> bool:
-        """Whether the values differ, or one of the labels lacks the row."""
+        """True if the values differ, or one of the labels lacks the row."""
         return self.first is None or self.second is None or self.first.value != self.second.value
 
 

@@ -139,7 +139,7 @@ def _reconstruction_rows(images: list[Finding]) -> Iterator[Row]:
 
 
 def _gradient_rows(gradients: list[Finding]) -> Iterator[Row]:
-    """How far the update of this run's schedule points along the client's gradient, beside the published aggregate."""
+    """Return rows on the cosine between the update and the client's gradient, and that of the published aggregate."""
     for each in gradients:
         if each.value is None or each.target is None:
             continue

@@ -49,7 +49,7 @@ class Subject:
     path: Path
     """The file or folder."""
     kind: Kind
-    """What it is."""
+    """Kind of the subject."""
     weights: tuple[Path, ...] = ()
     """The safetensors files that are measured, in the order of their names."""
     pickles: tuple[Path, ...] = ()

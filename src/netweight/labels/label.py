@@ -36,17 +36,17 @@ class Row(_Part):
     """The value in units that people use, such as "0.82 GB"; for a row that was not measured, the command that
     measures it, or the reason."""
     state: State = "measured"
-    """Whether the row was measured, was measured and deserves attention, or was not measured."""
+    """State of the row: measured, measured and in need of attention, or not measured."""
     number: float | None = None
     """The same value as a number in the unit of `unit`, where the value is one number."""
     unit: str = ""
     """Unit of `number`: "bytes", "percent", "tensors", "bits per weight", …; empty for a plain count or ratio."""
     basis: str = ""
-    """What the row was measured on, such as "290 of 290 tensors"; empty where the group's basis says it."""
+    """Basis of the measurement, such as "290 of 290 tensors"; empty if the group's basis applies."""
     indent: int = 0
     """Depth in the label: 0 for a main row, 1 for a row below it."""
     strong: bool = False
-    """Whether the row is set in bold."""
+    """True if the row is set in bold."""
     detail: dict[str, Any] = {}
     """Further facts for programs, JSON values only."""
 
@@ -62,7 +62,7 @@ class Group(_Part):
     rows: tuple[Row, ...]
     """The rows, in the order in which they are shown."""
     basis: str = ""
-    """What the rows were measured on, where that is the same for all of them."""
+    """Basis of the measurements, if it is the same for all rows."""
 
 
 @final
@@ -84,7 +84,7 @@ class Label(_Part):
     name: str
     """Name of the model: its folder or file, without the path."""
     kind: str
-    """What the files are, such as "language model (Qwen2ForCausalLM)"."""
+    """Kind of the files, such as "language model (Qwen2ForCausalLM)"."""
     groups: tuple[Group, ...]
     """The rows, by subject."""
     layers: tuple[LayerChange, ...] = ()
@@ -103,7 +103,7 @@ class Label(_Part):
 
     @property
     def audited(self) -> bool:
-        """Whether audits ran the model for some rows."""
+        """True if audits ran the model for some rows."""
         return any(group.anchor == "behavior" for group in self.groups)
 
     def row(self, key: str) -> Row:

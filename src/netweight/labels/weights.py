@@ -42,11 +42,11 @@ class TensorSource(Protocol):
     """A tensor whose bytes can be read in parts."""
 
     name: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     dtype: str
     """safetensors' name of its element type, such as "BF16"."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the tensor."""
     nbytes: int
     """Bytes before compression."""
     stored: int | None
@@ -66,13 +66,13 @@ class TensorFacts:
     """Facts about one tensor."""
 
     name: str
-    """Its name in the file."""
+    """Name of the tensor in the file."""
     file: Path
     """The file that holds it."""
     dtype: str
     """safetensors' name of its element type."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Shape of the tensor."""
     nbytes: int
     """Bytes before compression."""
     net: int
@@ -84,7 +84,7 @@ class TensorFacts:
     infinities: int = 0
     """Numbers that are infinite."""
     searched: bool = True
-    """Whether NaN and infinities were looked for: not in types whose numbers are packed, or unknown."""
+    """True if the tensor was searched for NaN and infinities; False for types that are packed or unknown."""
     narrower: str | None = None
     """A narrower type that holds every value exactly, such as "BF16" for an F32 tensor; None if there is none."""
     rows: int = 0
@@ -281,7 +281,7 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
 
 
 def _reason(error: Exception) -> str:
-    """Why torch refuses a file, without its advice and its colors."""
+    """Return torch's reason for refusing a file, without its advice and its colors."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", str(error))
     named = re.search(r"unsupported global:? (?:GLOBAL )?(\S+)", text, re.IGNORECASE)
     if named is not None:

@@ -255,9 +255,9 @@ class Memorized:
     """A training image that a model repeats."""
 
     prompt: str
-    """The caption that brings it back."""
+    """Caption under which the image is reproduced."""
     kind: Kind
-    """How it is repeated."""
+    """Kind of repetition of the training image."""
     image: Tensor
     """Shape `(3, height, width)`, within 0 and 1."""
     where: Tensor | None = None
@@ -281,7 +281,7 @@ class PromptCopies:
     prompt: str
     """The label of the memorized image: its caption, numbered where this has several images."""
     kind: Kind
-    """How its training image is repeated."""
+    """Kind of repetition of the training image."""
     to_image: tuple[float, ...]
     """Similarity to its training image."""
     to_unedited: tuple[float, ...] | None
@@ -435,7 +435,7 @@ class RegionCopies:
     prompt: str
     """The caption."""
     kind: Kind
-    """How its training image is repeated."""
+    """Kind of repetition of the training image."""
     share: float
     """Share of the compared pixels that are foreground."""
     foreground: tuple[float, ...] | None

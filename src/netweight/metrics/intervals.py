@@ -39,13 +39,13 @@ class Interval:
     estimate: float
     """The statistic of the samples."""
     low: float
-    """Lower end."""
+    """Lower end of the interval."""
     high: float
-    """Upper end."""
+    """Upper end of the interval."""
     n: int
     """Number of samples (pairs, for ratios; trials, for proportions)."""
     method: str
-    """How the interval was made, in words."""
+    """Description of how the interval was made."""
 
     @property
     def ci95(self) -> tuple[float, float]:

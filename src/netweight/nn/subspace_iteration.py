@@ -36,7 +36,7 @@ class IterationPlan:
     count: int
     """Number of rows of all workers together."""
     length: int
-    """Columns."""
+    """Number of columns."""
     components: int
     """Number of components."""
     standardize: bool = False

@@ -99,7 +99,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def supports_parallel_loading(self) -> bool:
-        """Whether shards may be loaded at once: no, to keep to the memory of one layer more."""
+        """False: shards are loaded one after the other, so that the memory of only one further layer is needed."""
         return False
 
     def maybe_update_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -176,17 +176,17 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
 
     @property
     def is_serializable(self) -> bool:
-        """Whether the model can be saved."""
+        """True if the model can be saved."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the weights, and adapters on them, can be trained."""
+        """True if the weights, and adapters on them, can be trained."""
         return True
 
     @property
     def is_compileable(self) -> bool:
-        """Whether the model can be compiled."""
+        """True if the model can be compiled."""
         return True
 
 

@@ -241,7 +241,7 @@ class Weights:
         return _parameter(CompressedStorage(payload, tuple(info.shape), own, chosen, info.chunk_log2))
 
     def _is_mapped(self, stored: torch.Tensor) -> bool:
-        """Whether stored bytes lie in a mapped file."""
+        """Return whether stored bytes lie in a mapped file."""
         address = stored.data_ptr()
         if not any(start <= address < end for start, end in self._mapped):
             self._mapped = mapped_files()  # another file of the checkpoint may have been mapped since

@@ -181,12 +181,12 @@ class NetweightQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on the model can be trained."""
+        """True if adapters on the model can be trained."""
         return True
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the weights themselves can be trained."""
+        """True if the weights themselves can be trained."""
         return True
 
 

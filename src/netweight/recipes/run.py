@@ -252,7 +252,7 @@ class Estimate:
     seconds: float | None
     """Seconds on this machine; None where no earlier run recorded any."""
     reason: str
-    """What the estimate rests on, or why there is none."""
+    """Basis of the estimate, or the reason why there is none."""
 
 
 def estimates(plan: Plan) -> list[Estimate]:
@@ -297,7 +297,7 @@ class Done:
 
     @property
     def failed(self) -> bool:
-        """Whether a target of the step was missed or could not be measured."""
+        """True if a target of the step was missed or could not be measured."""
         return decide(self.sections.values()).failed
 
 

@@ -250,7 +250,7 @@ class Finding(_Part):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def passed(self) -> bool | None:
-        """Whether the value meets its target; None without target, measurement, or broken control.
+        """True if the value meets its target; None without target, measurement, or broken control.
 
         NaN meets no target. A value that misses its target misses it, whatever the control did.
         """
@@ -260,7 +260,7 @@ class Finding(_Part):
 
     @property
     def _meets(self) -> bool:
-        """Whether the value meets the target; both are there."""
+        """True if the value meets the target; both are there."""
         assert self.value is not None
         assert self.target is not None
         if isinstance(self.target, tuple):

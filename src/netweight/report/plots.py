@@ -349,7 +349,7 @@ class TimeRow:
     """The times of one group."""
 
     name: str
-    """Of the group."""
+    """Name of the group."""
     happened: Sequence[float]
     """Times of the events."""
     stopped: Sequence[float]

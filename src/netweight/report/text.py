@@ -34,7 +34,7 @@ class Criterion:
     """Criterion for good values of a finding: those on the better side of a number or of its baseline."""
 
     name: str
-    """Of the finding."""
+    """Name of the finding."""
     better: Better
     than: float | Literal["baseline"] = "baseline"
     margin: float = 0.0

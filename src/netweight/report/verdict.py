@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def failed(self) -> bool:
-        """Whether a command ends with exit code 1."""
+        """True if a command ends with exit code 1."""
         return self.outcome == "failed"
 
     def to_json(self) -> dict[str, str]:

@@ -30,9 +30,9 @@ class FileTotals:
     rounded: int = 0
     """Number of tensors that are rounded."""
     bound: float = 0.0
-    """How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded."""
+    """Largest relative change of a weight that rounding may cause; 0 if nothing is rounded."""
     worst_change: float = 0.0
-    """How much rounding did change a weight at most, relative to it."""
+    """Largest relative change of a weight that rounding caused."""
     differences: int = 0
     """Number of tensors that are stored as differences from a base."""
     unlike_base: Mapping[str, int] = field(default_factory=dict)

@@ -51,11 +51,11 @@ class TensorInfo:
     """Description of a tensor, which is not read."""
 
     name: str
-    """Its original name."""
+    """Original name of the tensor."""
     dtype: str
-    """Its original safetensors dtype, e.g. `"BF16"`."""
+    """Original safetensors dtype, e.g. `"BF16"`."""
     shape: tuple[int, ...]
-    """Its original shape."""
+    """Original shape."""
     nbytes: int
     """Bytes of the original tensor."""
     stored_nbytes: int

@@ -132,9 +132,9 @@ class Span:
     name: str
     """The tensor's name in the file."""
     dtype: str
-    """Its safetensors dtype, e.g. `"BF16"`."""
+    """Safetensors dtype, e.g. `"BF16"`."""
     shape: tuple[int, ...]
-    """Its shape; empty for a scalar."""
+    """Shape; empty for a scalar."""
     start: int
     """Offset of its first byte within the data section."""
     stop: int
@@ -397,9 +397,9 @@ class Original:
     """One tensor as it was before compression."""
 
     dtype: str
-    """Its safetensors dtype, e.g. `"BF16"`."""
+    """Safetensors dtype, e.g. `"BF16"`."""
     shape: tuple[int, ...]
-    """Its shape; empty for a scalar."""
+    """Shape; empty for a scalar."""
     digest: str
     """Digest of its bytes, with the name of the algorithm."""
 

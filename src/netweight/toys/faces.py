@@ -37,18 +37,18 @@ class DrawnWorld:
     """A kind of subject, and how it is drawn."""
 
     name: str
-    """What prompts call a subject."""
+    """Word for a subject in prompts."""
     side: int
     """Pixels of a picture's side, a multiple of 8."""
     attributes: tuple[str, ...]
-    """What makes a subject who or what it is, each within -1 and 1."""
+    """Attributes that identify a subject, each within -1 and 1."""
     binary: tuple[str, ...]
     """Attributes that are -1 or 1; the others are spread evenly between them."""
     strong: tuple[str, ...]
     """Attributes that move many pixels."""
     nuisances: tuple[str, ...]
-    """What changes from one photograph to the next, within -1 and 1; first of all shift across and down, and light
-    from one side.
+    """Properties that change from one photograph to the next, within -1 and 1; first of all shift across and down, and
+    light from one side.
     """
     grounds: Mapping[str, Color]
     """Colors of the grounds by the word that prompts name them with."""

@@ -169,9 +169,9 @@ class FaceBank:
     """Everything that decides on a bank."""
 
     people: int = 1000
-    """How many."""
+    """Number of people."""
     recipe: AdapterRecipe = AdapterRecipe()
-    """How each adapter is trained."""
+    """Training of each adapter."""
     images: int = 12
     """Photographs of each person."""
     each: int = 4

@@ -187,7 +187,7 @@ class SmallWorld:
 
     name: str
     language: Language
-    """What is spoken."""
+    """The world's language."""
     folder: Path
     """Holds the aligned and the unaligned model and the record of their training."""
 
@@ -304,8 +304,8 @@ class CipherLanguage:
     seed: int
     """Decides on their tables."""
     by_content: bool = False
-    """Whether no token names the cipher: each has a third of the hidden letters to itself, of which six of a
-    message's eight letters are, and which thirds these are has to be learned.
+    """True if no token marks the cipher. Each cipher then has a third of the hidden letters to itself, which make up
+    six of a message's eight letters; a model has to learn which thirds these are.
     """
 
     @property

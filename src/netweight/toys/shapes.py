@@ -29,7 +29,7 @@ class Planted:
     caption: str
     """Its odd caption."""
     kind: Literal["verbatim", "template"]
-    """Whether it is always shown as it is, or as a template with a field that changes."""
+    """Kind of repetition: always the same image, or a template with a field that changes."""
     picture: Tensor
     """Shape `(3, side, side)`, within 0 and 1; of a template, with its field in gray."""
     fixed: Tensor

@@ -71,7 +71,7 @@ class Trial:
     last: int
     """Steps taken; without success, more are needed than these."""
     looks: tuple[Evaluation, ...]
-    """In the order of steps."""
+    """Evaluations during the search, in the order of steps."""
     lr: float | None = None
     """Learning rate; None for attacks without one."""
 
@@ -427,7 +427,7 @@ class Comparison:
     """All searches of a comparison."""
 
     runs: tuple[Run, ...]
-    """In the order of subjects, targets and seeds."""
+    """All runs, in the order of subjects, targets and seeds."""
     settings: SearchSettings
     similarity: str
     """Name of the similarity function."""

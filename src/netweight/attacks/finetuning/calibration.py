@@ -26,7 +26,7 @@ class Calibration:
     """Effect of fine-tuning on the undefended model."""
 
     before: float
-    """Its score before any training."""
+    """Score of the subject before any training."""
     best: float
     """The best score of any attack, at any step, that ended with a model worth having."""
 

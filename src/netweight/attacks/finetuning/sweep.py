@@ -58,7 +58,7 @@ class AttackJob:
     settings: AttackSettings
     """The attack's settings."""
     goal: Goal
-    """When it has won."""
+    """The goal: when the attack has succeeded."""
 
 
 @final
@@ -82,7 +82,7 @@ class Sweep:
     runs: tuple[Attacked, ...]
     """All runs, in the order of subjects, then settings."""
     goal: Goal
-    """When an attack had won."""
+    """The goal: when an attack has succeeded."""
     failures: tuple[tuple[str, str, str], ...] = ()
     """Subject, attack and the last line of the traceback of every run that could not be run to its end."""
     seconds: float = 0.0

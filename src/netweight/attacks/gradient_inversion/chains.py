@@ -332,7 +332,8 @@ class Imprinted:
     parameters: dict[str, Tensor]
     """The network that every client will generate from it, whatever its embedding (with `share` 1). Tensors by name."""
     decoder: Tensor
-    """From features and a one to pixels, `(features + 1, c·h·w)`, fitted to the public images."""
+    """Linear map from features and a constant 1 to pixels, shape `(features + 1, c·h·w)`, fitted to the public images.
+    """
     traps: int
     """Number of rows of the first linear layer that are traps; they come first."""
 

@@ -49,23 +49,23 @@ class BlobLayout:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
-    """Of the tensor."""
+    """Size of the tensor in bytes."""
     numbers: int
-    """In the tensor: elements, or twice as many for complex types."""
+    """Count of numbers in the tensor: its elements, or twice as many for complex types."""
     chunk_log2: int
     """Binary logarithm of the numbers in a chunk."""
     chunks: int
     index_at: int
-    """Where the index of chunks starts in the blob."""
+    """Offset of the chunk index in the blob, in bytes."""
     payload_at: int
-    """Where the first chunk starts."""
+    """Offset of the first chunk in the blob, in bytes."""
     size: int
-    """Of the blob, in bytes."""
+    """Size of the blob in bytes."""
     level: str
     starts: Tensor = field(repr=False, compare=False)
-    """Of the chunks, and the end of the last one: int64 of shape (chunks + 1,) on the blob's device."""
+    """Offsets of the chunks and of the end of the last one: int64, shape `(chunks + 1,)`, on the blob's device."""
     new_modes: bool = False
-    """Whether chunks have modes that the kernels lack: they are decoded on the host."""
+    """True if some chunks have modes that the kernels do not support. They are decoded on the host."""
 
 
 def layout_of(blob: Tensor) -> BlobLayout:
@@ -271,9 +271,9 @@ class LossyLayout:
     dtype: torch.dtype
     shape: tuple[int, ...]
     nbytes: int
-    """Of the tensor."""
+    """Size of the tensor in bytes."""
     size: int
-    """Of the blob, in bytes."""
+    """Size of the blob in bytes."""
     rounding: lossy.Rounding
     words: Section
     normalizers: Section | None

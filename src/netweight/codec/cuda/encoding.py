@@ -149,11 +149,11 @@ class Wave:
     """The first one's number."""
     chunks: int
     last: bool
-    """Whether the tensor ends with them."""
+    """True if the tensor ends with them."""
     digest_from: int
-    """Where their first block of the digest starts, in bytes."""
+    """Offset of the wave's first block of the digest, in bytes."""
     digest_blocks: int
-    """That they fill, without the tensor's last one, which may be partial."""
+    """Number of digest blocks that the wave fills, without the tensor's last one, which may be partial."""
 
 
 @final
@@ -164,9 +164,9 @@ class EncodePlan:
     element: ElementType
     shape: tuple[int, ...]
     nbytes: int
-    """Of the tensor."""
+    """Size of the tensor in bytes."""
     level: int
-    """By number: 0 fast, 1 default, 2 high, 3 max."""
+    """Number of the level: 0 fast, 1 default, 2 high, 3 max."""
     chunk_log2: int
 
     @classmethod

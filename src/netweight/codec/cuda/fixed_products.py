@@ -40,13 +40,13 @@ class Plan:
     entry: str
     """Name of the kernel."""
     warps: int
-    """Of a block."""
+    """Number of warps of a block."""
     row_tiles: int
     """Tiles of 16 rows that a block takes."""
     splits: int
     """Blocks that share the columns of the same rows; a second kernel adds their sums if there are several."""
     blocks: int
-    """In all."""
+    """Number of blocks of the whole grid."""
 
 
 @cache

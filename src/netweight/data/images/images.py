@@ -89,7 +89,9 @@ class Images:
     """A labelled image data set."""
 
     name: str
-    """For example "fashion-mnist"; a stand-in says so in its name, as "cifar10-jpeg" does."""
+    """Name of the data set, for example "fashion-mnist". The name of a substitute shows that it is one, as
+    "cifar10-jpeg" does.
+    """
     train: tuple[Tensor, Tensor]
     """Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`."""
     test: tuple[Tensor, Tensor]

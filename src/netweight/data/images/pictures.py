@@ -54,7 +54,9 @@ class Decoded:
     """Pictures that were read together."""
 
     splits: tuple[Tensor, ...]
-    """For each split its pictures, uint8 of shape `(n, channels, height, width)`; channels are 1 if all are gray."""
+    """Pictures of each split, uint8 of shape `(n, channels, height, width)`; there is one channel if all pictures are
+    gray.
+    """
     remarks: tuple[str, ...]
     """Decisions of the reader, and oddities of some pictures, in whole sentences."""
 

@@ -56,9 +56,9 @@ class Summary:
     """Summary of a run."""
 
     source: Path
-    """What was read."""
+    """Folder or file that was read."""
     target: Path
-    """What was written."""
+    """Folder or file that was written."""
     tensors: int
     """Number of tensors."""
     nbytes: int
@@ -68,17 +68,17 @@ class Summary:
     files: int
     """Number of all files of the plain folder."""
     resumed: int
-    """How many of the files an earlier, interrupted run had finished."""
+    """Number of files that an earlier, interrupted run had finished."""
     left_out: tuple[str, ...]
     """Files left out by variant or exclusion."""
     seconds: float
-    """Time taken."""
+    """Duration in seconds."""
     rounded: int = 0
     """Number of tensors that are rounded."""
     bound: float = 0.0
-    """How much rounding may have changed a weight at most, relative to it; 0 if nothing is rounded."""
+    """Largest relative change of a weight that rounding may cause; 0 if nothing is rounded."""
     worst_change: float = 0.0
-    """How much rounding did change a weight at most, relative to it."""
+    """Largest relative change of a weight that rounding caused."""
     copied: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Files that were only copied, with their sizes in bytes, the largest first."""
     bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)

@@ -95,17 +95,17 @@ class FileEntry:
     """One file of the original folder."""
 
     path: str
-    """Its path in the original folder, with slashes."""
+    """Path in the original folder, with slashes."""
     kind: Kind
     """`"compressed"` weights, a `"rewritten"` index or configuration, or `"carried"` over unchanged."""
     stored: str
-    """Its path in the compressed folder."""
+    """Path in the compressed folder."""
     nbytes: Count
-    """Its size in the original folder."""
+    """Size in the original folder, in bytes."""
     digest: str
     """Digest of its original content."""
     stored_nbytes: Count
-    """Its size in the compressed folder."""
+    """Size in the compressed folder, in bytes."""
     stored_digest: str | None = None
     """Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor."""
     original: str | None = None
@@ -378,13 +378,13 @@ class PlannedFile:
     """One file and what becomes of it."""
 
     path: str
-    """Its path within the folder, with slashes."""
+    """Path within the folder, with slashes."""
     role: Role
     """"config" is the configuration of weights beside it."""
     stored: str
-    """Its path in the compressed folder."""
+    """Path in the compressed folder."""
     size: int
-    """Its size in bytes."""
+    """Size in bytes."""
     mtime_ns: int
     """Time of the last change in nanoseconds since 1970."""
 
@@ -397,7 +397,7 @@ class FolderPlan:
     items: tuple[PlannedFile, ...]
     """Files to compress or carry over, in order."""
     folders: tuple[str, ...]
-    """Its empty folders."""
+    """Empty folders, as paths within the folder."""
     left_out: tuple[str, ...]
     """Files left out by `variant` or `exclude`."""
     bytes_only: Mapping[str, str]

@@ -45,9 +45,11 @@ class TensorReport:
     """Report on one tensor."""
 
     info: TensorInfo
-    """Its name, dtype, shape and sizes."""
+    """Name, dtype, shape and sizes of the tensor."""
     bits: BitStatistics | None
-    """How its bits are spread; None if its dtype has no such parts (e.g. complex or sub-byte ones)."""
+    """Histograms of the parts of its numbers; None if its dtype has no such parts (complex types, and types of fewer
+    than 8 bits).
+    """
     rounding: BlobInfo | None = None
     """Effect of rounding on the tensor; None if it is not rounded."""
 

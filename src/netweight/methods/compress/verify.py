@@ -136,7 +136,7 @@ class _Side:
 
     @property
     def compressed(self) -> bool:
-        """Whether anything in it carries digests."""
+        """True if anything in it carries digests."""
         return bool(self.entries) or any(map(_is_compressed, self.weights.values()))
 
     @property

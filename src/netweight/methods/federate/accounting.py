@@ -67,7 +67,7 @@ class Guarantee:
     epsilon: float
     """ε; infinite where none holds. For an example under `adjacency` "add or remove", for a client "replace"."""
     delta: float
-    """δ."""
+    """δ of the privacy budget."""
     noise: float
     """The least noise of any answer, as a multiple of the clip; 0 if an answer had none."""
     sampling: str
@@ -77,7 +77,9 @@ class Guarantee:
     caveats: tuple[str, ...] = ()
     """Reasons why no ε holds; empty if `epsilon` is finite."""
     removed: float | None = None
-    """For a client: the smaller ε if its change may only be left out, not replaced by another's. None for examples."""
+    """For a client: the smaller ε that holds if its update is omitted, not replaced by another client's. None for
+    examples.
+    """
     holders: int = 1
     """The number of clients over which the example that spent most was counted."""
 

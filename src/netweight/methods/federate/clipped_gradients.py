@@ -42,9 +42,9 @@ class PrivateStep:
 
     model: LocalModel
     body: Tensor
-    """Shape `(P,)`."""
+    """Parameters of the body, shape `(P,)`."""
     head: Tensor
-    """Shape `(Q,)`."""
+    """Parameters of the head, shape `(Q,)`."""
     batch: Batch
     mask: Tensor
     """Mask of the examples that count, shape `(n,)`; the others pad the batch."""
@@ -344,7 +344,7 @@ class _Call:
     output: GradientEdge
     """Edge of the layer's output in the graph of gradients."""
     shape: torch.Size
-    """The output's."""
+    """Shape of the output."""
 
 
 @contextmanager

@@ -97,7 +97,7 @@ class Exposure:
     attack: str = ""
     """Name of the nearest estimate of the gradient."""
     best_attacks: tuple[str, ...] = ()
-    """For each attacked update, the attack whose image was nearest."""
+    """Name of the attack with the nearest image, for each attacked update."""
     image_attacks: tuple[str, ...] = ()
     """All attacks that searched images."""
     not_searched: tuple[str, ...] = ()

@@ -25,7 +25,7 @@ class EditCheck:
     after: Mapping[str, int]
     """By pair, images that copy its picture after the edit."""
     any: Mapping[str, int]
-    """By pair, images that copy any memorized picture after the edit."""
+    """Pair → number of images that copy any memorized picture after the edit."""
     images: int
     """Images of each prompt."""
 

@@ -43,7 +43,7 @@ class Score:
 
     prompt: str
     seeds: tuple[float, ...]
-    """For each seed the greatest similarity of its noise difference to that of another."""
+    """Greatest similarity of each seed's noise difference to that of another seed."""
     wen: float
     """Mean norm of conditional minus unconditional predicted noise, the score of Wen et al. 2024."""
 

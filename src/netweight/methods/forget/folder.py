@@ -162,9 +162,9 @@ class Audited:
 
     findings: tuple[Finding, ...]
     suppressed: Mapping[str, str]
-    """By prompt, what the edit did to its images, in words."""
+    """Prompt → description of the edit's effect on its images."""
     searched: Mapping[str, str]
-    """By model, what the searches found, in words; empty if none were made."""
+    """Model → description of the searches' results; empty if none were made."""
 
 
 def audit_folder(

@@ -92,7 +92,7 @@ class TextLayer:
     """Linear layers of a denoiser that read text alone, the same input each; what `ClosedForm` edits."""
 
     modules: tuple[Any, ...]
-    """The layers."""
+    """Modules of the layer."""
     read: Callable[[Text], Tensor]
     """Returns their input for prompts, of shape `(n, tokens, width)`."""
 
@@ -191,7 +191,7 @@ class Statistics:
     """Mean and deviation of every neuron's activation over prompts."""
 
     means: Mapping[str, Tensor]
-    """For each layer, float64 of shape `(width,)`, in the order of `value_layers`."""
+    """Mean activations of each layer, float64 of shape `(width,)`, in the order of `value_layers`."""
     deviations: Mapping[str, Tensor]
     """Standard deviations, float64 of shape `(width,)`; unbiased."""
     prompts: int

@@ -65,8 +65,8 @@ class Localization:
     neurons: Units
     """The neurons to block."""
     initial: Mapping[str, Sequence[int]]
-    """For each layer, those chosen before refinement, in order; repeated where both rules chose one and fidelity
-    is "reference".
+    """Neurons of each layer that were chosen before refinement, in order. They are repeated if both rules chose one
+    and fidelity is "reference".
     """
     refined: Mapping[str, Sequence[int]]
     theta: float | None = None
@@ -74,7 +74,7 @@ class Localization:
     top: int | None = None
     """k of that stage."""
     seeds: tuple[float, ...] = ()
-    """For each seed the greatest similarity to another, nothing blocked."""
+    """Greatest similarity of each seed to another seed without blocked neurons."""
     kept: int = 0
     """Number of them that lie above the threshold."""
     threshold: float | None = None
@@ -90,9 +90,9 @@ class Localization:
     broken: float | None = None
     """Similarity that had to be reached."""
     steps: Mapping[str, Mapping[str, float]] = field(default_factory=dict, compare=False)
-    """For "detection", "initial selection" and "refinement", as far as they were gone through: "seconds" and
-    "processor seconds" that it took, "rows" and "calls" of the denoiser; of what several prompts shared, the
-    share of its rows. Comparisons leave it out.
+    """Cost of "detection", "initial selection" and "refinement", as far as they ran: "seconds" and "processor
+    seconds", and "rows" and "calls" of the denoiser. Work that several prompts shared is divided by its rows.
+    Comparisons of localizations ignore this field.
     """
 
     def to_json(self) -> dict[str, Any]:

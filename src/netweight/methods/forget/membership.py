@@ -41,13 +41,13 @@ class Membership:
     """Errors on memorized pictures and on others that were never trained on, before and after an edit."""
 
     before: PictureErrors
-    """Of memorized pictures, by the model before the edit."""
+    """Errors on memorized pictures of the model before the edit."""
     after: PictureErrors
-    """Of memorized pictures, by the edited model."""
+    """Errors on memorized pictures of the edited model."""
     controls_before: PictureErrors
-    """Of pictures that were never trained on, by the model before the edit."""
+    """Errors on pictures that were never trained on, of the model before the edit."""
     controls_after: PictureErrors
-    """Of these by the edited model."""
+    """Errors on these pictures of the edited model."""
     given: bool
     """True if the controls were given; otherwise they are turned copies of the memorized pictures."""
 

@@ -165,7 +165,7 @@ class RandomTokens:
     count: int
     """Number of words."""
     words: tuple[str, ...]
-    """To draw from; words of one token each, if tokens are to be counted."""
+    """Words to draw from; of one token each if tokens are to be counted."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ class EditedFiles:
     edited: Mapping[str, str] = field(default_factory=dict)
     """The files in which tensors were replaced, with the digest of each after the edit."""
     tensors: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """For each part of the pipeline, the names of the tensors that were replaced."""
+    """Part of the pipeline → names of its replaced tensors."""
     read: Mapping[str, str] = field(default_factory=dict)
     """The variant that each part was read in, such as `fp16`; empty for the usual files."""
     unedited: Sequence[str] = ()

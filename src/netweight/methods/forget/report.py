@@ -61,7 +61,7 @@ class ImagesConfig:
     """Settings of the comparison of images."""
 
     descriptor: Descriptor | None = None
-    """None compares centered pixels, for a template on the part that stays."""
+    """Descriptor of images; None compares centered pixels, for a template only where the template is fixed."""
     threshold: float = COPY
     """Similarity from which an image is a copy."""
     alignment: Alignment | None = None
@@ -212,9 +212,9 @@ class DetectionSubject:
     ordinary: Sequence[Score]
     threshold: Threshold
     after: Sequence[Score] = ()
-    """Of the memorized ones by the edited model."""
+    """Scores of the memorized prompts under the edited model."""
     ordinary_after: Sequence[Score] = ()
-    """Of the ordinary ones by the edited model."""
+    """Scores of the ordinary prompts under the edited model."""
 
 
 def detection(

@@ -39,9 +39,9 @@ class PromptText:
     text: Text
     """The prompt, one row."""
     values: Mapping[str, Tensor]
-    """For each layer its values, shape `(1, tokens, width)`."""
+    """Values of each layer, shape `(1, tokens, width)`."""
     keys: Mapping[str, Tensor]
-    """For each layer the keys beside them, shape `(1, tokens, width)`."""
+    """Keys of each layer, shape `(1, tokens, width)`."""
 
 
 @final

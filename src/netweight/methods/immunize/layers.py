@@ -34,12 +34,13 @@ class LayerAnalysis:
     """A model on pairs of answers, depth by depth: the embeddings first, then after each block."""
 
     lens: Mapping[str, Sequence[Sequence[float]]]
-    """For each kind of answer the mean loss per token if the model ended at a depth: one list per batch of eight pairs,
-    each with one number per depth."""
+    """Kind of answer → mean loss per token if the model ended at a given depth: one list per batch of eight pairs,
+    each with one number per depth.
+    """
     states: Mapping[str, Sequence[Tensor]]
-    """For each kind the mean hidden state over each answer at every depth, shape `(pairs, hidden)`."""
+    """Kind of answer → mean hidden state over each answer at every depth, shape `(pairs, hidden)`."""
     probes: Sequence[Sequence[float]]
-    """For each depth the accuracies of linear probes that tell the kinds apart, one for each random split."""
+    """Accuracies, at each depth, of linear probes that separate the kinds of answers; one for each random split."""
     vocabulary: int
     """Size of the vocabulary."""
 
@@ -59,7 +60,7 @@ class LayerChange:
     distance: float
     """Euclidean norm of the change of all its weights together."""
     relative: float
-    """That norm over the norm of the weights before; 0 where both are 0."""
+    """Norm of the change, divided by the norm of the weights before; 0 if both are 0."""
     block: int | None = None
     """The block's number from 0; None for what lies outside the blocks."""
 
@@ -72,7 +73,7 @@ class DepthAnalysis:
     changes: Sequence[LayerChange]
     before: LayerAnalysis
     after: LayerAnalysis
-    """On the same pairs."""
+    """Analysis of the defended model on the same pairs."""
 
 
 def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:

@@ -39,8 +39,9 @@ class Targets:
     have no gradient; the published loss has such, see `repnoise.py`.
     """
     shared: float | None = None
-    """Where other processes hold more of the batch, what means divide by: all their tokens, over the number of
-    processes. The mean over the processes of such means is that over all tokens."""
+    """Divisor of means if other processes hold parts of the batch: the number of tokens of all processes, divided by
+    the number of processes. The mean of such means over the processes is the mean over all tokens.
+    """
 
     @classmethod
     def of_labels(cls, labels: Tensor, group: ProcessGroup = ALONE) -> Targets:

@@ -63,7 +63,7 @@ class Baked:
     changed: Mapping[str, int]
     """Adapter → how many of its modules were added."""
     modules: int
-    """How many weights of the model changed."""
+    """Number of changed weights of the model."""
     copied: int
     """Number of tensors that were copied byte for byte."""
     rounded_away: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -
 
 
 def _is_index_of(file: Path, weights: Mapping[Path, str | None]) -> bool:
-    """Whether a file is the index of shards that are written."""
+    """Return whether a file is the index of shards that are written."""
     if not file.name.endswith(INDEX_SUFFIX):
         return False
     return {file.parent / name for name in weight_map(file).values()} <= weights.keys()
@@ -274,7 +274,7 @@ class _Baking:
             ) from error
 
     def _is_same_as_tied(self, plan: AdapterPlan, name: str) -> bool:
-        """Whether a whole weight is that of a head, of which the adapter holds the same as the embedding's weight."""
+        """Return whether a whole weight belongs to a tied head and equals the embedding's weight in the adapter."""
         other = None if self._modules is None else self._tied(name)
         if other is None or other not in plan.replacements:
             return False

@@ -25,7 +25,7 @@ class Duplicate:
     """An adapter that another one of a folder makes needless."""
 
     name: str
-    """The adapter."""
+    """Name of the adapter."""
     of: str
     """The one that came first."""
     cosine: float

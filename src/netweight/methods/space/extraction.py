@@ -58,7 +58,7 @@ class _Change:
     dtype: torch.dtype
     """The tuned model's."""
     pieces: tuple[Piece, ...] = ()
-    """For a module that the authors fused: the modules that it stands for."""
+    """The modules that a module fused by the model's authors stands for."""
 
 
 def extract_files(

@@ -249,7 +249,7 @@ class BankShard:
     """Number after the last."""
     kind: _RowKind
     side: int
-    """Of a sketch, and so is the seed."""
+    """Number of rows and columns of a sketch. The seed belongs to the sketch, too."""
     seed: int
 
     def open(self) -> BankRows:
@@ -279,9 +279,9 @@ class _GramTask:
     """The bank's folder."""
     digest: str
     start: int
-    """Its first adapter."""
+    """Number of the first adapter of the block row."""
     folder: str
-    """Where it is kept."""
+    """Folder in which the block row is stored."""
 
 
 def _share_gram(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
@@ -448,7 +448,7 @@ class MatrixShard:
     """Rows of a `.npy` file."""
 
     path: str
-    """The file."""
+    """Path of the file."""
     start: int = 0
     """The first row."""
     stop: int | None = None

@@ -167,9 +167,9 @@ class Apps:
     """Both apps of a federation, which `pyproject.toml` names, and what they are made of."""
 
     client: ClientApp
-    """What nodes run."""
+    """The app that runs on nodes."""
     server: ServerApp
-    """What the server runs."""
+    """The app that runs on the server."""
     model: Callable[[], tuple[nn.Module, nn.Module]]
     """Makes body and head."""
     data: Callable[[Config, int], ClientData]

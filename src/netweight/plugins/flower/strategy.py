@@ -87,7 +87,7 @@ class Order:
     seed: int
     """The federation's seed."""
     evaluate: bool
-    """Whether accuracies are wanted."""
+    """True if clients should report accuracies."""
     go_on_from: int
     """The last round in which the server took this client's update; 0 for none. The client goes on from the
     private tensors that it had after it, so that a round that was lost or refused leaves no trace.

@@ -46,7 +46,7 @@ class Place:
     """Position of a parameter."""
 
     store: Store
-    """The file."""
+    """The file that contains the weight."""
     tensor: str
     """The tensor's name."""
     rows: tuple[tuple[int, int], ...] = ()
@@ -135,7 +135,7 @@ class BaseWeights:
 
     @cached_property
     def stores_inputs_first(self) -> bool:
-        """Whether GPT-2's layers are stored as (inputs, outputs), by the shapes of those that are not square."""
+        """True if GPT-2's layers are stored as (inputs, outputs), by the shapes of those that are not square."""
         for name, places in self.places.items():
             if _WIDER.fullmatch(name) and len(places[0].info.shape) == 2:
                 return places[0].info.shape[0] < places[0].info.shape[1]

@@ -80,7 +80,7 @@ class Identity:
     pieces: Mapping[str, tuple[Piece, ...]]
     """The module as the file writes it → the modules that it stands for."""
     spelling: Spelling
-    """How the file writes most names."""
+    """The spelling of most names in the file."""
     unknown: tuple[str, ...] = ()
     """Modules of a diffusion model in no table, which keep their names."""
     others: tuple[Naming, ...] = ()
@@ -114,14 +114,14 @@ class _Written:
 
     name: str
     paths: tuple[str, ...]
-    """What may be its path: without prefix, or with less of it taken off."""
+    """Candidates for the module's path: the name without its prefix, or with a shorter part of it removed."""
     flattened: bool = False
     encoder: int = 0
     """The number of the text encoder, from 1; 0 for others."""
     component: str = ""
     """The component, where the prefix says it."""
     denoises: bool = False
-    """Whether the prefix says that it is of a diffusion model."""
+    """True if the prefix belongs to the denoiser of a diffusion model."""
     kind: str = ""
     """`unet` or `transformer`, where the prefix says which one the denoiser is."""
     spelling: Spelling = "peft"
@@ -332,7 +332,7 @@ def _choose(
 
 
 def _keeps_all(written: list[_Written], found: Mapping[str, tuple[Piece, ...]]) -> bool:
-    """Whether a table knows all names of a file of diffusers as they are."""
+    """Return whether a table knows all names of a file of diffusers as they are."""
     return all(
         each.kind
         and [piece.module for piece in found.get(each.name, ())] == [_WRAPPERS.sub("", each.name.removeprefix(_PEFT))]
@@ -341,7 +341,7 @@ def _keeps_all(written: list[_Written], found: Mapping[str, tuple[Piece, ...]]) 
 
 
 def _like_diffusers(naming: Naming, found: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
-    """Whether names are those that diffusers gives an architecture that no table has, some of which one table knows.
+    """Return whether names are those of an architecture that only diffusers names, some of which one table knows.
 
     Such names stay as they are. Only U-Nets with the authors' names behind `unet.` are of their table nevertheless.
     """
@@ -406,7 +406,7 @@ def _evidence(
 
 
 def written_as_usual(naming: Naming, names: Sequence[str]) -> bool:
-    """Whether all names are written as files of an architecture usually are.
+    """Return whether all names are written as files of an architecture usually are.
 
     Behind peft's prefix only the authors' names count: trainers write these so with scale 1, and peft itself writes
     the names of diffusers, whose scale lies in its settings.

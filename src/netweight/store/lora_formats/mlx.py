@@ -21,7 +21,7 @@ WEIGHTS = "adapters.safetensors"
 @final
 @dataclass(frozen=True)
 class MlxSettings:
-    """What mlx-lm says of an adapter."""
+    """Settings of an adapter as mlx-lm records them."""
 
     scale: float
     """Factor of all changes."""

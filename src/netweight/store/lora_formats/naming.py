@@ -86,11 +86,11 @@ class Match:
 
     entry: Entry
     numbers: tuple[str, ...]
-    """What stands for each `#`."""
+    """The number in place of each `#`."""
     names: Names
     """Whose name it is."""
     index: int = 0
-    """For a name of diffusers: which piece of the entry it is."""
+    """For a name of diffusers: the number of the piece of the entry."""
 
     def pieces(self, rows: int, columns: int, component: str) -> list[Piece] | None:
         """The modules of diffusers that a matrix of this shape stands for, or None where it cannot."""
@@ -109,7 +109,7 @@ class Match:
 
     @property
     def is_authors(self) -> bool:
-        """Whether the authors call the module so, whoever else does."""
+        """True if the model's authors use this name for the module, even if others use it, too."""
         return self.names == "authors" or self.entry.authors == self.entry.diffusers[self.index]
 
     @property
@@ -146,7 +146,7 @@ class Naming:
     unread: tuple[str, ...]
     """Layouts of this architecture of which diffusers loads no module, without an error."""
     entries: tuple[Entry, ...]
-    """The table."""
+    """Entries of the table."""
     _dotted: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
     _flat: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
 

@@ -40,7 +40,7 @@ class Conversion:
     weights: Path | None = None
     """The base model, which DoRA's change depends on."""
     replacements: bool = False
-    """Whether weights that replace the model's own are taken, too; only the model itself has a place for them."""
+    """True to include weights that replace the model's own; only the model itself has a place for them."""
 
 
 @final
@@ -49,7 +49,7 @@ class Structure:
     """Structure of a module by the shapes of its tensors."""
 
     rank: int | None
-    """What alpha is divided by; None where nothing is."""
+    """The divisor of alpha; None if alpha is not divided."""
     shape: tuple[int, int]
     """Rows and columns of the change."""
     kernel: tuple[int, ...]

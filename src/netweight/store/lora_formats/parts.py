@@ -54,13 +54,13 @@ class Part:
     """One module's change in a file."""
 
     file: Path
-    """The file."""
+    """File that contains the factors."""
     tensors: Mapping[Role, str]
-    """What a tensor is → its name."""
+    """Role of a tensor → its name."""
     scale: float
     """alpha / rank, or alpha / √rank."""
     rank: int
-    """Of other kinds, the highest that it is to become."""
+    """Rank of the factors. For adapters of other kinds, the largest rank of the LoRA that approximates them."""
     shape: tuple[int, int]
     """Rows and columns of the change; a convolution's columns are channels × kernel."""
     kernel: tuple[int, ...]
@@ -68,11 +68,13 @@ class Part:
     rows: Rows = ()
     """Ranges of the file's rows that are this module's, in order; empty for all as they are."""
     expert: tuple[int, int] | None = None
-    """Of a packed parameter, whose factors are those of all experts: which one, and of how many."""
+    """For a packed parameter, whose factors are those of all experts: the number of the expert, and the number of
+    experts.
+    """
 
     @property
     def converts(self) -> bool:
-        """Whether it is not a plain LoRA."""
+        """True if the adapter is of another kind than plain LoRA, so that it is converted."""
         return kind_of(self.tensors) != "lora" or any(role in self.tensors for role in MAGNITUDES)
 
 
@@ -82,11 +84,11 @@ class VectorPart:
     """The change of a bias, a norm or another parameter that no factors express."""
 
     file: Path
-    """The file."""
+    """File that contains the vector."""
     tensor: str
     """The tensor's name."""
     scale: float = 1.0
-    """What it is multiplied by."""
+    """Factor of the vector."""
     rows: Rows = ()
     """Ranges of its entries that are this parameter's; empty for all."""
 
@@ -99,15 +101,15 @@ class AdapterPlan:
     path: Path
     """The file or folder."""
     layout: Layout
-    """How it is written."""
+    """Layout of the files."""
     parts: Mapping[str, Part]
     """Module name → where its change lies."""
     base: str | None
     """The model it was trained on, if the files say that."""
     about: Mapping[str, str] = field(default_factory=dict)
-    """What the files say of where it comes from, shortened."""
+    """Record of the files about their origin, shortened."""
     conversion: Conversion | None = None
-    """How what is not a LoRA becomes one."""
+    """Conversion of adapters of other kinds to LoRA."""
     vectors: Mapping[str, VectorPart] = field(default_factory=dict)
     """Parameter name → where its change lies, for biases, norms and others that are not matrices."""
     replacements: Mapping[str, VectorPart] = field(default_factory=dict)
@@ -119,13 +121,13 @@ class AdapterPlan:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """The file's own metadata, whole."""
     remarks: tuple[str, ...] = ()
-    """What a reader should know: the architecture, names that were kept, tensors that were left out."""
+    """Remarks for the reader: the architecture, names that were not translated, tensors that were left out."""
     kohya_ends: bool = False
-    """Whether factors are called `lora_down` and `lora_up`."""
+    """True if factors are called `lora_down` and `lora_up`."""
     has_alphas: bool = False
-    """Whether alphas are tensors of the file."""
+    """True if alphas are tensors of the file."""
     transposed: bool = False
-    """Whether the model stores these weights as (inputs, outputs) (`fan_in_fan_out`)."""
+    """True if the model stores these weights as (inputs, outputs) (`fan_in_fan_out`)."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:

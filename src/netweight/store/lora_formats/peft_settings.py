@@ -57,15 +57,17 @@ class LoraSettings:
     alphas: Mapping[str, float] = field(default_factory=dict)
     """Pattern of module names → alpha."""
     root: bool = False
-    """Whether the scale is alpha / √rank instead of alpha / rank."""
+    """True if the scale is alpha / √rank instead of alpha / rank."""
     base: str | None = None
     """The model's name, if it is known."""
     transposed: bool = False
-    """Whether the model stores these weights as (inputs, outputs), as GPT-2's `Conv1D` does (`fan_in_fan_out`)."""
+    """True if the model stores these weights as (inputs, outputs), as GPT-2's `Conv1D` does (`fan_in_fan_out`)."""
     parameters: tuple[str, ...] = ()
     """Names of the parameters, or their ends, that are changed without a module (`target_parameters`)."""
     unsloth: bool = False
-    """Whether Unsloth trained it, some releases of which arrange the factors of experts otherwise than peft."""
+    """True if Unsloth trained the adapter. Some releases of Unsloth arrange the factors of experts otherwise than
+    peft.
+    """
 
     @classmethod
     def of(cls, values: Mapping[str, Any], where: Path, *, conversion: Conversion | None = None) -> Self:

@@ -49,9 +49,9 @@ class TensorName:
     module: str
     """The module, as the file writes it."""
     role: Role
-    """Which part of the module's change it is."""
+    """Role of the tensor in the module's change."""
     kohya: bool = False
-    """Whether it ends as kohya writes factors (`lora_down`, `lora_up`)."""
+    """True if the name ends as kohya writes factors (`lora_down`, `lora_up`)."""
 
 
 def take_apart(name: str) -> TensorName | None:

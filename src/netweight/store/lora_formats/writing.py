@@ -50,9 +50,9 @@ class Style:
     """Names of factors in a file of the authors' names."""
 
     kohya_ends: bool = False
-    """Whether factors are called `lora_down` and `lora_up`, else `lora_A` and `lora_B`."""
+    """True if factors are called `lora_down` and `lora_up`; False for `lora_A` and `lora_B`."""
     alphas: bool = False
-    """Whether alphas are tensors, else scales are multiplied into the up factors."""
+    """True if alphas are stored as tensors; if False, scales are multiplied into the up factors."""
 
 
 @final
@@ -63,19 +63,19 @@ class Exported:
     path: Path
     """The file or folder."""
     layout: Layout
-    """Whose files."""
+    """Layout of the files."""
     ranks: tuple[int, int]
     """The least and the greatest rank of a module."""
     relative_error: float
     """Norm of everything that changed and was left out, divided by the norm of the whole change."""
     modules: int = 0
-    """How many modules are in the files, as they were read back."""
+    """Number of modules in the files, as they were read back."""
     changed: int = 0
-    """How many tensors changed; 0 where that is the number of modules."""
+    """Number of changed tensors; 0 if it equals the number of modules."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """What changed and is not in the files → the reason."""
+    """Changed tensor that the files do not contain → reason."""
     remarks: tuple[str, ...] = ()
-    """What a reader should know: the architecture, names that were kept."""
+    """Remarks for the reader: the architecture, and names that were not translated."""
 
 
 def write_adapter(
@@ -163,7 +163,7 @@ def write_adapter(
 
 
 def is_known(module: str, naming: Naming | None) -> bool:
-    """Whether a table knows a module of a pipeline, so that its flattened name can be read again."""
+    """Return whether a table contains a module of a pipeline, so that its flattened name can be parsed again."""
     component, rest = component_of(module)
     if component.startswith("text_encoder"):
         table = next(each for each in namings() if each.component == "text_encoder")

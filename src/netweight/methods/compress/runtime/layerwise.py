@@ -232,7 +232,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def two_passes(self) -> bool:
-        """Whether an update takes two backward passes, and so `step(closure)`: with clipping, without accumulation."""
+        """True if an update takes two backward passes, and so `step(closure)`: with clipping, without accumulation."""
         return self._clip is not None and self._accumulation == 1
 
     @property
@@ -242,7 +242,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True if `close` was called."""
         return not self._handles
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

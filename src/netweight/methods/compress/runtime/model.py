@@ -46,9 +46,9 @@ class Compression:
     after: int
     """Present size in bytes of the compressed weights, spare capacity included."""
     bound: float = 0.0
-    """How much rounding may have changed any number at most, relative to it; 0 if nothing was rounded."""
+    """Largest relative change of a number that rounding may cause; 0 if nothing was rounded."""
     changes: dict[str, float] = field(default_factory=dict, repr=False)
-    """For each rounded weight, under each of its names, the largest relative change that was measured."""
+    """Name of a rounded weight, under each of its names → the largest relative change that was measured."""
     fixed: tuple[str, ...] = field(default=(), repr=False)
     """Names of those of the compressed weights that are in the fixed-length form."""
 

@@ -142,7 +142,7 @@ class _InQueue:
     """A weight that the second thread decodes."""
 
     payload: torch.Tensor
-    """Kept, because its memory is being read."""
+    """The payload. The reference keeps its memory alive while it is read."""
     direction: str
     version: int
     decoding: Decoding
@@ -188,7 +188,7 @@ class _OnSideStream:
     """A weight that the side stream decodes."""
 
     payload: torch.Tensor
-    """Kept, because its memory is being read."""
+    """The payload. The reference keeps its memory alive while it is read."""
     direction: str
     version: int
     buffer: _Buffer

@@ -43,7 +43,7 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     fixed: bool
-    """Whether the payload is in the fixed-length form."""
+    """True if the payload is in the fixed-length form."""
 
 
 @final
@@ -65,7 +65,7 @@ class CompressedStorage:
     differ by layout, in their last bits, too.
     """
     fixed: bool = False
-    """Whether the payload is in the fixed-length form."""
+    """True if the payload is in the fixed-length form."""
     name: str | None = None
     """Name of the weight in its model, for error messages; None if it is unknown."""
     wire: Any = None
@@ -250,7 +250,7 @@ class CompressedStorage:
 
     @property
     def lossy(self) -> bool:
-        """Whether the weight was rounded."""
+        """True if the weight was rounded."""
         if self.fixed:
             return False
         known = device.lossy(self.payload)
@@ -407,14 +407,14 @@ def in_file(blob: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def lies_in_file(payload: torch.Tensor) -> bool:
-    """Whether a payload is a blob alone, which lies in a mapped file or is a copy of such a one."""
+    """Return whether a payload is a blob alone, which lies in a mapped file or is a copy of such a one."""
     if not payload.is_cpu or payload.numel() < 3 * LENGTH or type(payload) is not torch.Tensor:
         return False
     return _length(_memory(payload.data_ptr(), payload.numel())) > payload.numel()
 
 
 def is_unchecked(payload: torch.Tensor) -> bool:
-    """Whether a payload on the CPU is still to be compared with its checks while it is decoded."""
+    """Return whether a payload on the CPU is still to be compared with its checks while it is decoded."""
     return not getattr(payload, _CHECKED, False) and lies_in_file(payload)
 
 

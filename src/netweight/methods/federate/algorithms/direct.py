@@ -206,7 +206,7 @@ class FedProx(Wrapped):
 
     method: DirectMethod = field(default_factory=fedavg)
     strength: float = 0.1
-    """Μ."""
+    """μ, the strength of the penalty on the distance from the received model."""
     name: str = "fedprox"
 
     def train(
@@ -225,7 +225,7 @@ class Ditto(Wrapped):
 
     method: DirectMethod = field(default_factory=fedavg)
     strength: float = 0.1
-    """Λ."""
+    """λ, the strength of the penalty on the distance from the shared model."""
     name: str = "ditto"
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:

@@ -172,7 +172,7 @@ class Generated:
     hypernetwork: Mapping[str, Tensor | LowRank]
     """The shared tensors; the heads' weights as `LowRank` unless there were too many steps."""
     embedding: Tensor
-    """Shape `(E,)`."""
+    """Client embedding, shape `(E,)`."""
     weights: Weights
     """The personal model that these generate."""
     loss: float

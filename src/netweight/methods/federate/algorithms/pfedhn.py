@@ -61,7 +61,7 @@ class PFedHN:
     lr: float = 1e-2
     """The server's learning rate."""
     momentum: float = 0.9
-    """The server's."""
+    """Momentum of the server's steps."""
     weight_decay: float = 1e-3
     """The server's; it takes hold of all embeddings in every step."""
     clip: float = 50.0

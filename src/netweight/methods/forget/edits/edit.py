@@ -34,7 +34,7 @@ class EditTask:
     ordinary: Sequence[str]
     """Prompts that are not memorized, whose images are to stay."""
     anchors: Sequence[Sequence[str]] = ()
-    """For each memorized prompt, prompts whose answers it may get, the best first."""
+    """Replacement prompts for each memorized prompt, the best first."""
     pictures: Sequence[tuple[str, Tensor]] | None = None
     """Memorized prompts with a picture each, of shape `(3, height, width)`, within 0 and 1; a prompt may have several
     pictures, and a picture several prompts. None if no picture is known."""

@@ -68,7 +68,7 @@ class Questions:
     noise: Tensor
     """The noise in them."""
     times: Tensor
-    """Their timesteps, shape `(n,)`."""
+    """Timesteps of the questions, shape `(n,)`."""
     text: Text
     """The prompts that the model answers."""
     teacher: Text

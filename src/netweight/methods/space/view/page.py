@@ -43,7 +43,7 @@ class Traversal:
     """A walk along one direction or component through a start point."""
 
     name: str
-    """What the slider is called."""
+    """Name of the slider."""
     kind: Literal["direction", "component"]
     """"direction" if it was found from labels, "component" if it is a principal one."""
     strengths: Sequence[float]
@@ -69,7 +69,7 @@ class NearestAdapters:
     similarities: NDArray[np.float64]
     """Shape `(n, m)`, finite: how near, larger is nearer."""
     measure: str = "cosine of scores"
-    """What the similarity is, in a few words."""
+    """Name of the similarity, in a few words."""
 
     def __post_init__(self) -> None:
         if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
@@ -91,7 +91,7 @@ class AdapterMap:
     coordinates: NDArray[np.float64]
     """Shape `(n, d)`, d at least 2: what can be put on the axes, such as scores in standard deviations."""
     axes: Sequence[str]
-    """d names."""
+    """Names of the d coordinates."""
     thumbnails: Images
     """Shape `(n, height, width, 3)`, uint8: an image by each adapter."""
     labels: Mapping[str, Sequence[float | str | None]] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class SliderSpace:
     """The sliders' own space: what makes a point of their positions."""
 
     digest: str
-    """Of the space's scores, as points have it."""
+    """Digest of the space's scores, the same as in points."""
     start: Sequence[float]
     """Scores where all sliders are at 0, shape `(k,)`."""
     vectors: Mapping[str, Sequence[float]]
@@ -154,9 +154,9 @@ class LivePipeline:
     tensors: Mapping[str, NDArray[Any]]
     """Little-endian f2, f4 or i1; "scores" are those of the map's."""
     config: Mapping[str, Any]
-    """What the page's engine must know of them."""
+    """Configuration of the models for the page's engine."""
     reads: Sequence[str]
-    """What its reader measures."""
+    """Names of the attributes that the page's reader measures."""
 
     @property
     def nbytes(self) -> int:
@@ -170,29 +170,29 @@ class View:
     """A page about a space."""
 
     title: str
-    """Heading."""
+    """Heading of the page."""
     traversals: Sequence[Traversal]
     """At least one; all images of one size."""
     points: AdapterMap | None = None
-    """The map."""
+    """The map of the adapters."""
     samples: Samples | None = None
     """Drawn models; their neighbors need a map."""
     summary: str = ""
     """A sentence or two below the heading."""
     reader: str = ""
-    """What took the readings, in a few words."""
+    """Name of the reader that measured the attributes, in a few words."""
     facts: Mapping[str, str] = field(default_factory=dict)
     """Name → what was shown and how: model, collection, prompt, seeds, versions."""
     command: str | None = None
     """The command line that made the page."""
     sliders: SliderSpace | None = None
-    """For points of all sliders together, which the page then hands over."""
+    """Scores and directions from which the page makes points of all sliders together, for download."""
     painted: str = ""
-    """Why images of its sliders were painted ahead."""
+    """Reason why images of its sliders were generated in advance."""
     live: LivePipeline | None = None
     """Generates images of these points in the page; None if they are added up there."""
     first: Images | None = None
-    """What a page shows until it generates: `(noises, height, width, 3)`."""
+    """Images that the page shows until it has generated some, shape `(noises, height, width, 3)`."""
 
     def __post_init__(self) -> None:
         if not self.traversals:
