@@ -109,26 +109,30 @@ def text(template: str, *files: str, **figures: float) -> None:
 
 
 GENERATION = "compress/generation.json"
+GENERATION_AVX2 = "compress/generation-avx2.json"
 
 
 def generation() -> None:
-    """Write the table of generation on the CPU, with the processor and the date, once `make bench-generation` ran."""
-    if not (RESULTS / GENERATION).is_file():
+    """Write the tables of generation on the CPU, with processor and date, as far as `make bench-generation` ran."""
+    measured = [file for file in (GENERATION, GENERATION_AVX2) if (RESULTS / file).is_file()]
+    if not measured:
         cog.outl("These speeds were not measured on the present code: run `make bench-generation MODEL=FOLDER`.")
         return
-    result = read(GENERATION)
-    where = result["environment"]
-    wide = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in (where.get("cpu_flags") or ())]
-    cog.outl(
-        "Speed of generation, dense = 1.00; in parentheses, the slowest and the fastest of "
-        f"{result['turns']} turns of {result['tokens']} tokens ({where['cpu']} with {', '.join(wide)}, "
-        f"{result['date'][:10]}, load average {result['load_average'][0]:.1f}):"
-    )
-    cog.outl("\n| | codec's form | fixed-length form | tokens equal to the dense model's |\n|---|---:|---:|---|")
-    for setting, row in result["settings"].items():
-        forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
-        cells = " | ".join(f"{of['median']:.2f} ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
-        cog.outl(f"| {setting} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
+    for number, file in enumerate(measured):
+        result = read(file)
+        where = result["environment"]
+        instructions = {"avx512": "with AVX-512", "avx2": "restricted to AVX2"}[where["codec_path"]]
+        cog.outl(
+            ("\n" if number else "")
+            + "Speed of generation, dense = 1.00; in parentheses, the slowest and the fastest of "
+            f"{result['turns']} turns of {result['tokens']} tokens ({where['cpu']} {instructions}, "
+            f"{result['date'][:10]}, load average {result['load_average'][0]:.1f}):"
+        )
+        cog.outl("\n| | codec's form | fixed-length form | tokens equal to the dense model's |\n|---|---:|---:|---|")
+        for setting, row in result["settings"].items():
+            forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
+            cells = " | ".join(f"{of['median']:.2f} ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
+            cog.outl(f"| {setting} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
 
 
 def generation_in_short() -> None:
@@ -148,6 +152,34 @@ def generation_in_short() -> None:
         f"or two threads, the two forms run at {least:.2f} to {most:.2f} × that speed ([compress](docs/compress.md); "
         f"Qwen2.5-Coder-0.5B, {result['environment']['cpu']}, {result['date'][:10]})."
     )
+
+
+TRAINING = {
+    "plain, chunked loss": "AdamW with checkpoints, `chunk_loss`",
+    "LOMO": "`LayerwiseOptimizer`, dense weights and states",
+    "codec": "`LayerwiseOptimizer`, weights and states compressed",
+    "codec, chunked loss": "`LayerwiseOptimizer`, weights and states compressed, `chunk_loss`",
+    "fixed": "`LayerwiseOptimizer`, weights in the fixed-length form, states compressed",
+}
+"""Ways to train a real model, as `compress.training` names them → as the page does."""
+
+
+def training() -> None:
+    """Write the table of training a real model on the CPU; nothing before `compress.training` ran."""
+    if not (RESULTS / "compress/training-real.json").is_file():
+        return
+    result = read("compress/training-real.json")
+    plain = result["plain"]
+    cog.outl(
+        f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activations calculated again, one thread "
+        f"({result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}). AdamW "
+        f"with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB and takes "
+        f"{plain['seconds a step']:.1f} seconds a step; both are 1.00 here:"
+    )
+    cog.outl("\n| | peak memory | speed |\n|---|---:|---:|")
+    for name, shown in TRAINING.items():
+        if name in result:
+            cog.outl(f"| {shown} | {result[name]['peak / plain']:.2f} | {result[name]['speed / plain']:.2f} |")
 
 
 def loading() -> None:

@@ -411,7 +411,7 @@ def default_forms() -> dict[str, str]:
         if reason is None
         else f"the codec's form, decoded on the CPU: {reason}"
     )
-    cpu = 'the codec\'s form (prefer="memory"): the least memory; prefer="speed" is faster where kernels multiply it'
+    cpu = 'the codec\'s form (prefer="memory"): the least memory; the page on compression has the speeds of both forms'
     return {"cpu": cpu, "cuda": cuda}
 
 
