@@ -2,6 +2,7 @@
 
 import copy
 
+import peft
 import pytest
 import torch
 from transformers import (
@@ -143,6 +144,33 @@ def test_losses_of_routers_are_added_as_before():
     assert chunked.loss > model(**batch(), output_router_logits=False).loss
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
+def test_adapters_of_peft_train_on_a_compressed_model():
+    model = llama(dtype=torch.bfloat16)
+    netweight.compress_(model)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    torch.manual_seed(3)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+
+    def trained():
+        adapted.zero_grad()
+        output = adapted(**batch())
+        output.loss.backward()
+        return output, [each.grad.clone() for each in adapted.parameters() if each.requires_grad]
+
+    plain, wanted = trained()
+    with netweight.chunk_loss(adapted, tokens=7):
+        chunked, gradients_ = trained()
+    assert chunked.logits is None
+    torch.testing.assert_close(chunked.loss, plain.loss, rtol=1e-3, atol=1e-3)
+    for one, other in zip(gradients_, wanted, strict=True):
+        assert (one - other).norm() <= 0.03 * other.norm()
+    again = trained()[0]
+    assert again.logits is not None
+
+
 def test_an_error_in_a_call_leaves_the_next_call_right():
     model = llama()
     plain = model(**batch()).loss
@@ -169,8 +197,9 @@ def test_what_is_refused():
     model.loss_function = lambda *arguments, **options: torch.zeros(())
     with pytest.raises(Unsupported, match="loss of its own"):
         netweight.chunk_loss(model)
-    with netweight.chunk_loss(llama()) as chunked:
-        loss = chunked._model(**batch()).loss
+    model = llama()
+    with netweight.chunk_loss(model):
+        loss = model(**batch()).loss
         loss.backward(retain_graph=True)
         with pytest.raises(UsageError, match="once"):
             loss.backward()
