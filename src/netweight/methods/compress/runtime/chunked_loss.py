@@ -1,11 +1,11 @@
 """The loss of a causal language model in chunks of tokens, so that its logits never exist whole.
 
-Logits are as wide as the vocabulary: of 512 tokens and a vocabulary of 151,936 they take 0.9 GB in training,
-in bf16 and in fp32 and with their gradients, about as much as all weights of a model of half a billion. Here the logits of some
-tokens are calculated, turned into these tokens' loss and gradients, and dropped, before those of the next. Nothing is
-calculated twice, since the gradient of a sum is known before the backward pass begins; that only multiplies it with the
-factor of the sum. `torch.nn.functional.linear_cross_entropy` does so as well, but on a CPU in twenty times the time,
-and with a loss that is rounded to the weight's dtype.
+Logits are as wide as the vocabulary: of 512 tokens and a vocabulary of 151,936 they take 0.9 GB in training, in bf16
+and in fp32 and with their gradients, about as much as all weights of a model of half a billion. Here the logits of
+some tokens are calculated, turned into these tokens' loss and gradients, and dropped, before those of the next.
+Nothing is calculated twice, since the gradient of a sum is known before the backward pass begins; that only
+multiplies it with the factor of the sum. `torch.nn.functional.linear_cross_entropy` does so as well, but on a CPU in
+twenty times the time, and with a loss that is rounded to the weight's dtype.
 """
 
 from __future__ import annotations
