@@ -36,7 +36,9 @@ OTHERS = (
 def installed(tmp_path_factory):
     """An environment with the wheels of netweight and of its small models, and Flower's commands."""
     wheels = [built(source, tmp_path_factory.mktemp("wheel")) for source in (ROOT, ROOT / "toys")]
-    return Installed.of(tmp_path_factory.mktemp("installed"), *wheels, programs=("flwr", "huggingface_hub"))
+    made = Installed.of(tmp_path_factory.mktemp("installed"), *wheels, programs=("flwr", "huggingface_hub"))
+    yield made
+    made.end()
 
 
 @pytest.fixture(scope="module")
