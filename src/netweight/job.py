@@ -302,6 +302,8 @@ class Job:
             CorruptBlob: The folder's key is damaged, or of another version.
             OutputFailed: The folder cannot be written.
         """
+        if not isinstance(folder, Job) and Path(folder).is_file():
+            raise UsageError(f"{folder} is a file, and a folder is needed.", cure="Name another folder, such as --out.")
         if isinstance(folder, Job):
             if not shared:
                 folder._claim(key, of, state)

@@ -87,6 +87,27 @@ def test_judges_may_be_first_tokens_or_a_function(curly, tmp_path):
     assert "neither a function nor the folder of a model" in answer.output
 
 
+def test_judges_that_cannot_judge_and_places_that_cannot_be_written_are_named(curly, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd_judges.py").write_text(
+        "def fails(answers): raise KeyError('x')\ndef none(answers): return None\n"
+        "def nan(answers): return [float('nan')] * len(answers)\ndef all(answers): return [1.0] * len(answers)\n"
+    )
+    for more, reason in (
+        (("--judge", "odd_judges:fails"), "fails: KeyError: 'x'. (odd_judges.py, line 1, in fails)"),
+        (("--judge", "odd_judges:none"), "returned NoneType that is not a number for each answer"),
+        (("--judge", "odd_judges:nan"), "gave NaN or infinity"),
+        (("--judge", "odd_judges:all"), "calls 15 of 15 answers to ordinary prompts refusals"),
+        (("--phrases", "a", "--phrases", "e"), "calls 15 of 15 answers to ordinary prompts refusals"),
+        (("--phrases", ""), "A phrase of --phrases is empty"),
+        (("--new-tokens", "200"), "--new-tokens 200 leaves no token of the model's context of 128"),
+        (("--out", str(tmp_path / "odd_judges.py")), "is a file, and a folder is needed"),
+    ):
+        answer = call(curly, tmp_path / "out", *more)
+        assert answer.exit_code == 2, answer.output
+        assert reason in answer.output
+
+
 def classifier(folder, source, *, labels, steps=60):
     """Write a text classification model that learned which answers of the chat model refuse."""
     from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -114,6 +115,19 @@ def test_networks_without_weights_of_their_own_are_refused_with_a_cure() -> None
     data = [ClientData(examples(20, 1), examples(10, 2))]
     with pytest.raises(NetweightError, match=r"lazy layer .* Run the network once"):
         Task(nn.Sequential(nn.LazyLinear(5), nn.Tanh()), nn.Linear(5, 3), data)
+    spoiled, complex_ = nn.Linear(6, 5), nn.Linear(6, 5, dtype=torch.complex64)
+    with torch.no_grad():
+        spoiled.weight[0, 0] = torch.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(nn.Linear(6, 5))
+    for body_, words in (
+        (spoiled, "'weight' holds NaN or infinity"),
+        (complex_, r"'weight' is complex .*torch\.complex"),
+        (scripted, r"compiled by torch\.jit"),
+    ):
+        with pytest.raises(NetweightError, match=words):
+            Task(body_, nn.Linear(5, 3), data)
     with pytest.warns(FutureWarning):
         old = nn.utils.weight_norm(nn.Linear(6, 5))
     with pytest.raises(NetweightError, match=r"torch\.nn\.utils\.parametrizations"):

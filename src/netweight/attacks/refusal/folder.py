@@ -100,6 +100,7 @@ def attack_refusal(
                 ("measure", refused.measure, ordinary.measure),
             )
         ]
+        panels[1].refuse_blind_judge()
         if mixed := sum(panel.ordinary_refusals() for panel in panels):
             warnings.append(
                 f"The answers to {mixed} of {sum(len(panel.ordinary) for panel in panels)} ordinary prompts begin like "

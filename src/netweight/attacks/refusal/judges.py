@@ -52,7 +52,14 @@ def user_judge(name: str, *, option: str, device: str = "cpu") -> Judge:
         import torch
 
         with running(f"The judge {name!r} of {option}"):
-            values = torch.as_tensor(function(answers)).double().flatten()
+            returned = function(answers)
+        try:
+            values = torch.as_tensor(returned).double().flatten()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(
+                f"The judge {name} returned {type(returned).__name__} that is not a number for each answer.",
+                cure="Return a list of numbers from 0 to 1.",
+            ) from error
         if not bool(values.isfinite().all()):
             raise UsageError(f"The judge {name} gave NaN or infinity.", cure="Return a number for each answer.")
         numbers = values.tolist()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS = 32  # prompts of a batch
+_BLIND = 0.8  # share of ordinary answers from which a judge that calls them refusals is none
 _LEAST_SHARED = 8  # tokens that all prompts begin with, from which on computing them once is worth it
 
 
@@ -216,8 +217,8 @@ class Panel:
         """Ordinary prompts with known answers, or with those of the unedited model."""
         if all(each.response for each in self.ordinary):
             return [each.example for each in self.ordinary]
-        own = self.examiner.answers(self.ordinary)
-        return [Example(each.prompt, tuple(answer)) for each, answer in zip(self.ordinary, own, strict=True) if answer]
+        rows = zip(self.ordinary, self.own_answers, strict=True)
+        return [Example(each.prompt, tuple(answer)) for each, answer in rows if answer]
 
     @cached_property
     def _own_loss(self) -> float:
@@ -227,6 +228,26 @@ class Panel:
         """Return how many ordinary prompts the unedited model most likely begins to refuse."""
         mass = self._own.exp()[:, list(self.examiner.first)].sum(1)
         return int((mass > 0.5).sum())
+
+    @cached_property
+    def own_answers(self) -> list[list[int]]:
+        """The unedited model's answers to ordinary prompts, as token ids."""
+        return self.examiner.answers(self.ordinary)
+
+    def refuse_blind_judge(self) -> None:
+        """Refuse a judge that calls most answers to ordinary prompts refusals: it would never see one end.
+
+        Raises:
+            UsageError: Ordinary answers are called refusals nearly as often as others.
+        """
+        flags = self.examiner.judged(self.ordinary, self.own_answers)
+        if sum(flags) >= _BLIND * len(flags):
+            said = self.examiner.read(self.ordinary[0], self.own_answers[0]).text
+            raise UsageError(
+                f"The judge calls {sum(flags)} of {len(flags)} answers to ordinary prompts refusals, such as {said!r}, "
+                "so that it says nothing of the others.",
+                cure="Give other --phrases or another --judge, or ordinary prompts that the model answers.",
+            )
 
     def prepare(self) -> None:
         """Measure the unedited model's own perplexity, before the first edit."""

@@ -85,6 +85,12 @@ def read_questions(
             "Put the model's chat_template.jinja into its folder if it has one."
         )
     context = context_of(network, tokenizer) - settings.new_tokens
+    if context < 1:
+        raise UsageError(
+            f"--new-tokens {settings.new_tokens} leaves no token of the model's context of "
+            f"{context + settings.new_tokens} to a prompt.",
+            cure="Give fewer --new-tokens.",
+        )
     how: dict[str, Any] = {"context": context, "template": template, **settings.tokenizing(report)}
     if answered:
         whole = rows_and_examples(texts, tokenizer, **how)

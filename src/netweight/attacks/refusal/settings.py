@@ -114,6 +114,8 @@ class RefusalSettings(TextOptions):
         """Refuse the same prompts on both sides, and kinds of edits that do not exist."""
         if self.refused == self.ordinary:
             raise UsageError("Refused and ordinary prompts are the same rows.", cure="Give others as --ordinary.")
+        if not all(phrase.strip() for phrase in self.phrases):
+            raise UsageError("A phrase of --phrases is empty: every answer would hold it.", cure="Leave it out.")
         for kind in self.edits:
             if kind not in EDITS:
                 raise not_found(f"There is no kind of edit {kind!r}.", kind, EDITS)

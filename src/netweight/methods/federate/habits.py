@@ -36,7 +36,7 @@ def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
         UsageError: A trained weight lies in memory that both halves use: they would be trained as two weights.
     """
     for half in (body, head):
-        refuse_lazy_layers(half)
+        refuse_unfit_network(half)
     owners = {
         value.untyped_storage().data_ptr(): name for name, value in body.named_parameters() if value.requires_grad
     }
@@ -50,20 +50,35 @@ def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
             )
 
 
-def refuse_lazy_layers(module: nn.Module) -> None:
-    """Refuse a network whose lazy layers have no weights yet.
+def refuse_unfit_network(module: nn.Module) -> None:
+    """Refuse a network that cannot be trained by clients, before anything is computed.
 
     Args:
         module: The network, or one half of it.
 
     Raises:
-        UsageError: A weight has no shape.
+        UsageError: A lazy layer has no weights yet, or a weight is NaN, infinite or complex.
+        Unsupported: A module is compiled by `torch.jit`, so that its weights cannot be exchanged.
     """
-    lazy = [name for name, value in module.named_parameters() if isinstance(value, nn.UninitializedParameter)]
-    if lazy:
-        raise UsageError(
-            f"The weight {lazy[0]!r} belongs to a lazy layer and has no shape yet.",
-            cure="Run the network once on an example before it is federated.",
+    for name, value in module.named_parameters():
+        if isinstance(value, nn.UninitializedParameter):
+            raise UsageError(
+                f"The weight {name!r} belongs to a lazy layer and has no shape yet.",
+                cure="Run the network once on an example before it is federated.",
+            )
+        if value.is_complex():
+            raise UsageError(
+                f"The weight {name!r} is complex ({value.dtype}); updates are compared, clipped and averaged as real "
+                "numbers.",
+                cure="Keep real and imaginary part as two weights, and join them in forward with torch.complex.",
+            )
+        if not bool(value.isfinite().all()):
+            raise UsageError(f"The weight {name!r} holds NaN or infinity.", cure="Initialize it with numbers.")
+    if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
+        raise Unsupported(
+            f"{type(module).__name__} is compiled by torch.jit: each client needs the same network with weights of its "
+            "own.",
+            cure="Return the module from before torch.jit.script or torch.jit.trace.",
         )
 
 
