@@ -45,7 +45,7 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     if torch.is_grad_enabled() or _is_watched() or _casts(x) or torch.compiler.is_compiling():
         return _product(x, weight, bias) if _as_dense_would(x) else None
     if not _as_dense_would(x):
-        here = device.is_here(stored.payload) and not prefetch.open_blocks and stored.dtype == torch.bfloat16
+        here = device.is_here(stored.payload) and stored.dtype == torch.bfloat16
         last = here and bias is None and _are_last_positions(x) and stored.payload.numel() >= _LARGE
         return _product_by_tiles(x, stored.payload, stored.shape, None, fixed=stored.fixed) if last else None
     small = stored.small()
@@ -54,13 +54,14 @@ def linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> to
     payload, shape, dtype = stored.payload, stored.shape, stored.dtype
     if stored.fixed:
         return _linear_fixed(x, payload, shape, bias)
+    if device.is_here(payload) and dtype == torch.bfloat16 and payload.numel() >= _LARGE:
+        # Also while weights are decoded ahead: with few rows, multiplying chunks that are in the cache is faster.
+        product = _product_by_tiles(x, payload, shape, bias, fixed=False)
+        if product is not None:
+            return product
     if prefetch.open_blocks or not device.is_here(payload):
-        product: torch.Tensor = _on_dense(payload, stored.form, dtype, lambda dense: F.linear(x, dense, bias))
-        return product
-    if dtype == torch.bfloat16 and payload.numel() >= _LARGE:
-        found = _product_by_tiles(x, payload, shape, bias, fixed=False)
-        if found is not None:
-            return found
+        result: torch.Tensor = _on_dense(payload, stored.form, dtype, lambda dense: F.linear(x, dense, bias))
+        return result
     return F.linear(x, decode_here(payload, shape, dtype), bias)
 
 

@@ -47,7 +47,8 @@ def decode_ahead() -> Iterator[Prefetcher]:
 
     Results do not change by a bit; memory grows by two decoded weights, on a GPU by twice its largest. On the CPU it
     pays where a core is idle during the layer's own calculation: leave it one with `torch.set_num_threads`, or the two
-    threads are in each other's way. On a GPU weights that only kernels read are decoded ahead; it changes nothing where
+    threads are in each other's way. Products of few rows, as in generation, do not use it there: each chunk is decoded
+    and multiplied at once. On a GPU weights that only kernels read are decoded ahead; it changes nothing where
     netweight's kernels cannot run (see `netweight doctor`) or a CUDA graph is captured. When the block ends without an
     error, `netweight.check_device` has been called.
 
