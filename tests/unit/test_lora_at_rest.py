@@ -424,3 +424,34 @@ def test_baking_an_adapter_of_another_model_names_the_module(tmp_path):
     assert not (tmp_path / "out.safetensors").exists()
     with pytest.raises(UsageError, match=r"weight of .* is 'x', not a finite number"):
         adapter_and_weight(f"{adapter}=x")
+
+
+def test_parts_of_torchs_attention_are_left_out_by_name(tmp_path):
+    from transformers import SiglipVisionConfig, SiglipVisionModel
+
+    torch.manual_seed(0)
+    config = SiglipVisionConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+                                image_size=28, patch_size=14)  # fmt: skip
+    base = SiglipVisionModel(config)
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        for weight in base.parameters():
+            if weight.ndim == 2:
+                weight.add_(torch.randn(len(weight), 2) @ torch.randn(2, weight.shape[1]))
+    base.save_pretrained(tmp_path / "tuned")
+    made = extract_files(tmp_path / "base", tmp_path / "tuned", tmp_path / "lora", ExtractSettings(rank=2),
+                         overwrite=False)  # fmt: skip
+    named = [name for name, reason in made.left_out.items() if "MultiheadAttention" in reason]
+    assert [name.partition("head.")[2] for name in named] == ["attention.in_proj_weight", "attention.out_proj.weight"]
+    assert made.relative_error > 0.1
+
+
+def test_tensors_that_the_tuned_model_lacks_are_listed(tmp_path):
+    names = [*LLAMA, "model.layers.0.mlp.up_proj.weight"]
+    save_file(checkpoint(names), tmp_path / "base.safetensors")
+    tuned = {name: weight + torch.ones_like(weight) for name, weight in checkpoint(LLAMA).items()}
+    save_file(tuned, tmp_path / "tuned.safetensors")
+    made = extract_files(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", tmp_path / "lora",
+                         ExtractSettings(rank=1), overwrite=False)  # fmt: skip
+    assert made.left_out["model.layers.0.mlp.up_proj.weight"] == "the tuned model has no such tensor"
+    assert any("does not cover 1 tensors" in each for each in made.remarks)

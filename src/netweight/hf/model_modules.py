@@ -40,6 +40,8 @@ class ModelModules:
     """Parameters that hold one matrix per expert → whether these are stored as (inputs, outputs)."""
     tied: Mapping[str, str]
     """Parameters whose memory is also another parameter's, such as the head's and the embedding's → that other."""
+    attentions: frozenset[str]
+    """Modules of torch's `MultiheadAttention`, whose parts peft names otherwise than the model."""
     conversions: Mapping[str, Checkpoint]
     """Component (or nothing) → how its files' names become parameters."""
 
@@ -116,7 +118,7 @@ def model_modules(path: Path) -> ModelModules | None:
     if not models:
         return None
     shapes: dict[str, tuple[int, int]] = {}
-    transposed, embeddings = set(), set()
+    transposed, embeddings, attentions = set(), set(), set()
     parameters: dict[str, tuple[int, ...]] = {}
     conversions = {}
     packed: dict[str, bool] = {}
@@ -125,6 +127,8 @@ def model_modules(path: Path) -> ModelModules | None:
         before = f"{component}." if component else ""
         for name, module in model.named_modules(remove_duplicate=False):
             kind = type(module).__name__
+            if kind == "MultiheadAttention" and hasattr(module, "in_proj_weight"):
+                attentions.add(before + name)
             weight: Any = getattr(module, "weight", None)
             if kind == "Conv1D" and hasattr(module, "nf"):
                 transposed.add(before + name)
@@ -145,7 +149,8 @@ def model_modules(path: Path) -> ModelModules | None:
             tied |= {name: names[name == names[0]] for name in names if len(names) > 1}
         if hasattr(model, "base_model_prefix"):
             conversions[component] = Checkpoint(model)
-    return ModelModules(shapes, frozenset(transposed), frozenset(embeddings), parameters, packed, tied, conversions)
+    return ModelModules(shapes, frozenset(transposed), frozenset(embeddings), parameters, packed, tied,
+                        frozenset(attentions), conversions)  # fmt: skip
 
 
 def _takes_adapters(module: nn.Module) -> bool:

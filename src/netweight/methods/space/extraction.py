@@ -104,7 +104,7 @@ def extract_files(
     remarks = [f"Architecture: {after.naming.title}."] if after.naming else []
     if task.uncovered:
         remarks.append(
-            f"The error does not cover {len(task.uncovered)} tensors that only {tuned} has: "
+            f"The error does not cover {len(task.uncovered)} tensors that only one of the models has: "
             f"{', '.join(task.uncovered[:3])}{' and others' if len(task.uncovered) > 3 else ''}."
         )
     for place, weights in ((base, before), (tuned, after)):
@@ -197,6 +197,15 @@ class _Extraction:
         for name in only:
             self.left_out[name] = "the base has no such tensor"
             self.uncovered.append(name)
+        present = {component_of(name)[0] for name in after}
+        for name in before:
+            if name not in after and component_of(name)[0] in present and not self._is_tied(name):
+                self.left_out[name] = "the tuned model has no such tensor"
+                self.uncovered.append(name)
+
+    def _is_tied(self, name: str) -> bool:
+        """Whether a parameter is another one's memory, so that files need not have it."""
+        return self._modules is not None and name in self._modules.tied
 
     def _changes(self, vectors: dict[str, Tensor], progress: Progress) -> Iterator[_Change]:
         """Read both models parameter by parameter, or, for fused modules, tensor by tensor."""
@@ -321,6 +330,8 @@ class _Extraction:
             peft = self._layout == "peft" and self._modules is not None
             chosen = "; --modules with its name would include it" if peft else ""
             return f"an embedding, which no linear LoRA changes{chosen}"
+        if self._modules is not None and {module, module.rpartition(".")[0]} & self._modules.attentions:
+            return "a part of torch's MultiheadAttention, which peft gives another name"
         if embeds or self._is_packed(name) or (change.ndim == 2 and self._is_own_parameter(name, module)):
             return None
         if change.ndim < 2:

@@ -223,6 +223,12 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
                 "along as they are."
             )
         bare = {name for name, roles in located.items() if all(_is_vector(store, *each) for each in roles.items())}
+        noted = headers.number(header, "ss_network_alpha"), headers.number(header, "ss_network_dim")
+        if all(noted) and noted[0] != noted[1] and not (has_alphas or settings or network):
+            remarks.append(
+                f"The header notes alpha {noted[0]:g} for rank {noted[1]:g}, but the file has no alphas; it is read "
+                "with scale 1, as other programs do."
+            )
         identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
         return AdapterPlan(
             path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
