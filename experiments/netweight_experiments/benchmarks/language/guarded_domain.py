@@ -223,10 +223,14 @@ def summary(result: dict[str, Any]) -> str:
     measured = result["measured"]
     base, defended = measured.get("safety-training"), measured.get("repnoise")
     if base is None or defended is None:
-        return "On a real chat model of half a billion weights, what RepNoise does was not measured yet."
+        return (
+            "On a real chat model of half a billion weights, only the cost of a defense was measured so far; how long "
+            "RepNoise delays an attack there was not measured yet."
+        )
     sentences = [
-        "RepNoise was tested on Qwen2.5-Coder-0.5B-Instruct, a chat model of half a billion weights that was first "
-        "taught an innocuous domain and then to refuse it.",
+        "RepNoise was tested on Qwen2.5-Coder-0.5B-Instruct, a chat model of half a billion weights. It was first "
+        "taught an innocuous domain (invented spices that go with dishes), and then to refuse it; an attack tries to "
+        "bring back the right answers, the guarded answers.",
         *(_delay(attack, measured) for attack in ATTACKS),
     ]
     accuracy, perplexity_ = "token accuracy on ordinary answers", "perplexity on WikiText-2"
