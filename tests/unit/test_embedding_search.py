@@ -196,7 +196,7 @@ def test_what_cannot_be_meant_is_refused(original):
         UsageError, match=r"(?s)2 settings.*steps: must be at least 1, not 0.*lr: must be greater than 0, not -1"
     ):
         SearchSettings(steps=0, lr=-1)
-    with pytest.raises(UsageError, match="looks must ascend"):
+    with pytest.raises(UsageError, match="looks must be ascending"):
         SearchSettings(looks=(5, 3))
     with pytest.raises(UsageError, match=r"starts.0: must be 'original', 'unrelated', 'noise', 'timed', 'soft'"):
         SearchSettings(starts=("elsewhere",))

@@ -114,7 +114,7 @@ CHANGES = {
     "quantized by others": (
         {"config": {"quantization_config": {"quant_method": "bitsandbytes"}}}, r"is quantized \(bitsandbytes\)",
     ),
-    "an adapter": ({"files": {"config.json": None, "adapter_config.json": b"{}"}}, "holds an adapter .*space bake"),
+    "an adapter": ({"files": {"config.json": None, "adapter_config.json": b"{}"}}, "contains an adapter .*space bake"),
     "an adapter beside": ({"files": {"adapter_config.json": b"{}"}}, "adapter .*beside the files of a model"),
     "GGUF": ({"files": {"config.json": None, "q.gguf": b"GGUF"}}, r"q\.gguf is a GGUF file"),
     "a damaged generation_config": (

@@ -181,7 +181,7 @@ def test_conversations_that_do_not_end_with_an_answer_are_no_examples():
 def test_answers_that_are_not_to_be_learned_or_hold_calls_are_not_taken():
     call = {"role": "assistant", "content": SAID, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     for answer, reason in (
-        (call, "holds a call of a tool, which is not read"),
+        (call, "contains a call of a tool, which is not supported"),
         ({"role": "assistant", "content": SAID, "weight": 0}, "marked as not to be learned"),
         ({"role": "assistant", "content": SAID, "train": False}, "marked as not to be learned"),
     ):

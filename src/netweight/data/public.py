@@ -216,7 +216,7 @@ def text_file(name: str, *, made_by: str = "") -> Path:
     if not root:
         raise MissingExtra(
             f"The text {name} is needed and NETWEIGHT_DATA is not set.",
-            cure=f"Set it to a folder that holds text/{name}.",
+            cure=f"Set it to a folder that contains text/{name}.",
         )
     path = Path(root) / "text" / name
     if not path.is_file():

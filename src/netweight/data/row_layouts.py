@@ -121,7 +121,7 @@ def _message(value: Any, name: str) -> Message:
     if role.lower() not in _ROLES:
         raise UnusableText(f"{name} contains a turn of the role {role!r}, which is not system, user or assistant")
     if any(value.get(key) for key in _CALLS):
-        raise UnusableText(f"{name} holds a call of a tool, which is not read")
+        raise UnusableText(f"{name} contains a call of a tool, which is not supported")
     if isinstance(content, list | tuple) and all(isinstance(part, Mapping) for part in content):
         content = "".join(_text_of_part(part, name) for part in content)
     if content is None and ("content" in value or "value" in value):
@@ -152,7 +152,7 @@ def _check_characters(text: str, name: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UnusableText(f"{name} holds half of a character (a lone surrogate such as \\ud83d)") from error
+        raise UnusableText(f"{name} contains half of a character (a lone surrogate such as \\ud83d)") from error
 
 
 def _check_learned(value: Any, name: str) -> None:

@@ -318,7 +318,7 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
             if None in values or None in values.values():
                 raise UsageError(
                     f"{file}, {where}, has not as many fields as the header.",
-                    cure="Quote fields that hold a delimiter.",
+                    cure="Quote fields that contain a delimiter.",
                 )
             yield Row(where, values)
     except csv.Error as error:

@@ -132,7 +132,9 @@ class Template:
         """Check the fields."""
         for text, name in ((self.prompt, "{prompt}"), (self.answer, "{answer}")):
             if text.count(name) != 1:
-                raise UsageError(f"The template {text!r} does not hold {name} once.", cure=f"Put {name} into it.")
+                raise UsageError(
+                    f"The template {text!r} does not contain {name} exactly once.", cure=f"Put {name} into it."
+                )
 
     def filled(self, prompt: str, answer: str) -> tuple[str, str]:
         """Return prompt and answer with what stands around them."""

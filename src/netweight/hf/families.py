@@ -73,7 +73,7 @@ def model_config(folder: str | Path) -> dict[str, Any]:
     if (folder / "adapter_config.json").is_file():
         beside = " beside the files of a model, and is applied when it is opened" if file.is_file() else ""
         raise UsageError(
-            f"{folder} holds an adapter (adapter_config.json){beside}, and a whole model is needed.",
+            f"{folder} contains an adapter (adapter_config.json){beside}, and a whole model is needed.",
             cure="Merge it once with peft (PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(NEW)), or "
             "with netweight space bake MODEL ADAPTER NEW, and give NEW.",
         )

@@ -392,7 +392,7 @@ def _final_norm(model: nn.Module, path: str, hidden: int) -> nn.Module:
     parts = [(name, part, [value.shape for value in part.parameters()]) for name, part in around.named_children()]
     norms = [part for _, part, shapes in parts if shapes and all(tuple(shape) == (hidden,) for shape in shapes)]
     if not norms:
-        raise Unsupported(f"No norm of width {hidden} stands beside {path!r}.", cure=_CURE)
+        raise Unsupported(f"There is no norm of width {hidden} beside {path!r}.", cure=_CURE)
     return norms[-1]
 
 
@@ -471,7 +471,7 @@ def llama2c_pieces(file: Path) -> list[tuple[bytes, float]]:
     except (struct.error, ValueError) as error:
         raise Unsupported(f"{file} is not a tokenizer of llama2.c: {error}.", cure="Restore the file.") from error
     if len(found) < 259:
-        raise Unsupported(f"{file} holds {len(found)} tokens; three special ones and 256 bytes are the least.")
+        raise Unsupported(f"{file} contains {len(found)} tokens; at least three special ones and 256 bytes are needed.")
     return found
 
 

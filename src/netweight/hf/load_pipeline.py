@@ -459,7 +459,7 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
         odd = next((n for n, w in network.named_parameters() if w.is_floating_point() and not _finite(w)), None)
         if odd is not None:
             raise UsageError(
-                f"The weight {odd!r} of {files.folder / part} holds NaN or infinity.",
+                f"The weight {odd!r} of {files.folder / part} contains NaN or infinity.",
                 cure="Fetch the pipeline again, or give another of its variants with --variant.",
             )
         found[part] = network

@@ -270,7 +270,7 @@ def check_pipeline(folder: Path) -> None:
     )
     if single:
         raise UsageError(
-            f"{folder} is not a pipeline's folder: it holds the single file {single[0]} and no {INDEX}.",
+            f"{folder} is not a pipeline's folder: it contains the single file {single[0]} and no {INDEX}.",
             cure="Convert the file once with diffusers: StableDiffusionPipeline.from_single_file(FILE)."
             "save_pretrained(FOLDER), or StableDiffusionXLPipeline for SDXL.",
         )
@@ -313,7 +313,7 @@ def _one_set(files: Sequence[WeightFile], part: Path) -> tuple[WeightFile, ...]:
     for count, own in sets.items():
         if len(own) < count:
             raise UsageError(
-                f"{part} holds {len(own)} of {count} shards, such as {own[0].path.name}.", cure="Fetch the others."
+                f"{part} contains {len(own)} of {count} shards, such as {own[0].path.name}.", cure="Fetch the others."
             )
     return tuple(files)
 

@@ -66,7 +66,7 @@ class MatrixFile:
             self._offset = file.tell()
         if len(shape) != 2 or by_columns or self._dtype.str not in ("<f2", "<f4", "<f8"):
             raise Unsupported(
-                f"{path} holds {self._dtype} of shape {shape}.",
+                f"{path} contains {self._dtype} of shape {shape}.",
                 cure="Write a matrix of two dimensions, row by row, as float16, float32 or float64.",
             )
         if self.path.stat().st_size < self._offset + self._dtype.itemsize * shape[0] * shape[1]:

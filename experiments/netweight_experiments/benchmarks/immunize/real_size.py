@@ -80,7 +80,10 @@ def _summary(measured: dict[str, Any]) -> dict[str, Any]:
 def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result."""
     ratios, resident = result["step_against_two_plain_steps"], result["resident_gb"]
-    lines = ["| defense | processor time of a step, by two plain steps | largest resident memory |", "|---|---|---|"]
+    lines = [
+        "| training | processor time of a step, divided by that of two plain steps | largest resident memory |",
+        "|---|---|---|",
+    ]
     for name, ratio in ratios.items():
         memory = max(value for run, value in resident.items() if run.startswith(f"{name},"))
         lines.append(f"| `{name}` | {ratio:.2f} | {memory:.1f} GB |")

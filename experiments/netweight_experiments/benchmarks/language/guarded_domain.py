@@ -270,6 +270,13 @@ def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result, as far as it was measured."""
     measured = result["measured"]
     lines = [
+        "The guarded domain is an innocuous stand-in: which spice, by an invented name, goes with a dish. No "
+        "token names "
+        "the domain; only the content of a question shows it. The right answers are called guarded answers. The "
+        "published model was taught the domain first, and then to refuse such questions: alone (`safety-training`, the "
+        "base of the comparison) or together with a defense. Two fixed attacks then fine-tune each model with a small "
+        "budget. There was no search for better attacks, so an attacker who adapts may need less than the table says.",
+        "",
         f"Budget: {result['budget']}. An attack has recovered the domain at a token accuracy of "
         f"{result['recovered at token accuracy']:.2f} on guarded answers. Accuracies and perplexity are those before "
         f"the attack.{_missing(measured)}",

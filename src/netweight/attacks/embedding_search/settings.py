@@ -102,7 +102,9 @@ class SearchSettings(Settings):
         if len(set(self.every_rate)) < len(self.every_rate):
             raise UsageError(f"Invalid search settings: learning rates must be given once each, not {self.every_rate}.")
         if list(self.looks) != sorted(set(self.looks)) or any(not 0 <= look <= self.steps for look in self.looks):
-            raise UsageError(f"Invalid search settings: looks must ascend within 0 and {self.steps}, not {self.looks}.")
+            raise UsageError(
+                f"Invalid search settings: looks must be ascending numbers from 0 to {self.steps}, not {self.looks}."
+            )
 
     @property
     def every_guidance(self) -> tuple[float, ...]:

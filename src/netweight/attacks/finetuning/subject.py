@@ -70,7 +70,9 @@ class Domain:
             )
         for row, example in enumerate(self.train):
             if len(example) < 2:
-                raise UsageError(f"Attack row {row} is one token long: nothing comes before it.", cure="Leave it out.")
+                raise UsageError(
+                    f"Attack row {row} is one token long, so that no token comes before it.", cure="Leave it out."
+                )
         first = {self._identity(example): row for row, example in reversed(list(enumerate(self.train)))}
         for row, example in enumerate(self.held_out):
             if (twin := first.get(self._identity(example))) is not None:
@@ -322,7 +324,9 @@ def _batches(examples: Sequence[Example], pad_id: int, batch_size: int, loss_on:
         raise UsageError("A score needs at least one example.")
     for row, example in enumerate(examples):
         if len(example) < 2:
-            raise UsageError(f"Example {row} is one token long: nothing comes before it.", cure="Leave it out.")
+            raise UsageError(
+                f"Example {row} is one token long, so that no token comes before it.", cure="Leave it out."
+            )
     ordered = sorted(examples, key=len)
     return [
         collate(ordered[first : first + batch_size], pad_id=pad_id, loss_on=loss_on)

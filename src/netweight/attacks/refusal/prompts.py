@@ -81,7 +81,8 @@ def read_questions(
         raise UsageError("The tokenizer has no chat template, so it has no options.", cure="Leave out --template.")
     else:
         report(
-            "The tokenizer has no chat template: prompts are asked as plain text, which chat models were not made for. "
+            "The tokenizer has no chat template: prompts are given as plain text, for which chat models were "
+            "not trained. "
             "Put the model's chat_template.jinja into its folder if it has one."
         )
     context = context_of(network, tokenizer) - settings.new_tokens
@@ -100,7 +101,7 @@ def read_questions(
     check_tokens(network, tokenizer, (question.prompt + question.response for question in questions))
     different = list({question.prompt: question for question in questions}.values())[: settings.prompts]
     if len(different) < LEAST:
-        raise UsageError(f"{rows.name} holds {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
+        raise UsageError(f"{rows.name} contains {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
     return different
 
 

@@ -286,7 +286,7 @@ def refuse_one_class(root: Path, classes: Sequence[str]) -> None:
     inner = [entry.name for entry in _folders(folder)]
     held = f", with the subfolders {', '.join(inner[:3])}" if inner else ""
     raise UsageError(
-        f"{folder.parent} has one subfolder, {classes[0]!r}{held}: pictures of a single class cannot be told apart.",
+        f"{folder.parent} has one subfolder, {classes[0]!r}{held}: a classifier needs at least two classes.",
         cure=f"Name the folder with a subfolder for each class{f': {folder}' if inner else ''}.",
     )
 

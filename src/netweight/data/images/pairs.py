@@ -126,7 +126,7 @@ def _wrong(row: Row, folder: Path) -> list[str]:
     if not isinstance(prompt, str) or not prompt.strip():
         wrong.append("no prompt")
     if isinstance(image, Mapping):
-        wrong.append("its image lies in the table itself")
+        wrong.append("its image is inside the table itself")
     elif not isinstance(image, str) or not image:
         wrong.append("no image")
     elif len(image.encode()) > _LONGEST_PATH or not (folder / image).is_file():

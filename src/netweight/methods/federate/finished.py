@@ -74,7 +74,7 @@ def open_run(folder: Path, app: str | None = None) -> Run:
     _, config, _ = history(folder)
     apps: FlowerApps = import_named(app, "--app")
     if not config:
-        raise UsageError(f"{folder / HISTORY} does not say with which configuration the app was run.")
+        raise UsageError(f"{folder / HISTORY} does not contain the configuration with which the app was run.")
     task, method, seed = apps.task(config), apps.make_method(config), int(config["seed"])
     with Job.open(folder, state=CHECKPOINT, reading=True) as job:
         saved = Checkpoint.load(job)

@@ -111,7 +111,8 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     return Section(
         "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(seen)],
         warnings=["A secure sum protects from an honest server only."] if broken else [],
-        question="What can be reconstructed from what clients send, and which protections hold?", intro=_INTRO,
+        question="What can be reconstructed from what clients send, and which protections withstand the "
+        "attack?", intro=_INTRO,
         conclusion=" ".join(f"{each}: {words}" for each, (_, words) in told.items()),
         outcome=worst(outcome for outcome, _ in told.values()),
     )  # fmt: skip

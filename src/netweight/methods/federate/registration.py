@@ -69,7 +69,7 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:report"),
         summary="Write the report of a finished federation.",
         description="For a federation of one process, and for the folder of a Flower server: accuracy by round, and "
-        "which clients were left out or looked odd. Nothing is attacked; `netweight federate audit` does that.",
+        "which clients were left out or are suspicious. Nothing is attacked; `netweight federate audit` does that.",
         example="netweight federate report /var/lib/federation",
         arguments=(Argument("folder", "folder", required=False, default="federation"),),
     ),

@@ -74,7 +74,7 @@ def _privacy(run: Run, delta: float) -> list[Section]:
                 f"ε of one {one.unit}, {one.adjacency}", one.epsilon if math.isfinite(one.epsilon) else None,
                 better="lower", detail=one.to_json(),
             )],
-            question=f"How much can all answers together say about one {one.unit}?", intro=f"{one}\n\n{_COVERS}",
+            question=f"How much can all answers together reveal about one {one.unit}?", intro=f"{one}\n\n{_COVERS}",
         )
         for one in promises(run, delta)
     ]  # fmt: skip

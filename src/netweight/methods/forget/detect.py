@@ -233,7 +233,7 @@ def detect_resumably(
             if not result.ok:
                 raise UsageError(
                     f"The prompt {result.config['prompt']!r} could not be scored: {result.reason}",
-                    cure=f"The whole reason is in {job.folder / 'scores.jsonl'}; those scored before are kept there.",
+                    cure=f"The whole reason is in {job.folder / 'scores.jsonl'}; the scores so far are stored there.",
                 )
             scores.append(Score.from_json(result.value))
             task.update()

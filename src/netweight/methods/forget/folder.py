@@ -149,7 +149,7 @@ def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] 
     )  # fmt: skip
     if anchors is not None and len(anchors) != len(prompts):
         raise UsageError(
-            f"{settings.anchors} holds {len(anchors)} prompts for {len(prompts)} memorized ones.",
+            f"{settings.anchors} contains {len(anchors)} prompts for {len(prompts)} memorized ones.",
             cure="Give one for each, in the order of targets.",
         )
     return prompts, ordinary, anchors
@@ -265,7 +265,7 @@ def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[
     _check_apart({"ordinary": others, "memorized": memorized})
     if len(others) < _LEAST_ORDINARY:
         raise UsageError(
-            f"{ordinary} holds {len(others)} ordinary prompts; at least {_LEAST_ORDINARY} are needed.",
+            f"{ordinary} contains {len(others)} ordinary prompts; at least {_LEAST_ORDINARY} are needed.",
             cure="Half of them calibrate the threshold: give 100 or more.",
         )
     return memorized, others

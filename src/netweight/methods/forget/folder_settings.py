@@ -18,7 +18,7 @@ from netweight.settings import Cli, Settings
 EditMethod = Literal["closed-form", "siss", "neurons", "distil", "esd"]
 _COLUMN: Any = Field(
     "prompt,caption,text",
-    description="Column that holds the prompts; of several names, the first that a file has.",
+    description="Column with the prompts; of several names, the first that a file has.",
 )
 
 

@@ -71,7 +71,7 @@ def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, se
     """Draw as many neurons as a set has, none of which is in it."""
     elsewhere = [name for name in like.modules if name not in counts]
     if elsewhere:
-        raise UsageError(f"The set holds neurons of {elsewhere[0]!r}, which is not among the layers to draw from.")
+        raise UsageError(f"The set contains neurons of {elsewhere[0]!r}, which is not among the layers to draw from.")
     others = Units({name: range(count) for name, count in counts.items()}) - like
     groups: list[str | None] = [*like.modules] if layer_matched else [None]
     drawn: dict[str, list[int]] = {}

@@ -38,7 +38,7 @@ _FIDELITY: Any = Field(
 )
 _COLUMN: Any = Field(
     "prompt,caption,text",
-    description="Column that holds the prompts; of several names, the first that a file has.",
+    description="Column with the prompts; of several names, the first that a file has.",
 )
 _PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline is opened.")
 

@@ -37,5 +37,5 @@ class DivergenceMonitor:
         if self.bad >= _PATIENCE:
             limit = limits[over[0]]
             what = "twice that of guessing" if limit == self._limit else "twice that of the first step"
-            return f"the loss on what is to be kept was above {limit:.1f}, {what}, {_PATIENCE} times"
+            return f"the loss on retained rows was above {limit:.1f}, {what}, {_PATIENCE} times"
         return None

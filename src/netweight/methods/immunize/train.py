@@ -257,9 +257,9 @@ class _Training:
     def _stop(self, problem: str) -> None:
         step = len(self.steps)
         self.weights.clear()
-        held = "The model holds the weights before this step."
+        held = "The model contains the weights before this step."
         if self._restore():
-            held = f"The model holds the weights after step {len(self.steps)}, from {CHECKPOINT}."
+            held = f"The model contains the weights after step {len(self.steps)}, from {CHECKPOINT}."
         raise TrainingStopped(
             f"Step {step + 1} of {self.defense.name} stopped: {problem}. {held}",
             cure="Give a lower lr (--lr), or less weight to the terms that raise a loss.",

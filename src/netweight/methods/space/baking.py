@@ -270,7 +270,7 @@ class _Baking:
                 return _TENSOR + tensor
             raise UsageError(
                 f"{plan.path} changes {name}, which {self._base.path} does not contain.",
-                cure="Name the model that it was trained on; or say the architecture of both (--model NAME).",
+                cure="Name the model that it was trained on; or give the architecture of both (--model NAME).",
             ) from error
 
     def _is_same_as_tied(self, plan: AdapterPlan, name: str) -> bool:
@@ -468,7 +468,8 @@ class _Baking:
             return self._modules.packed[parameter]
         if stored[0] == stored[1]:
             raise UsageError(
-                f"{parameter} holds square matrices, and no config beside {self._base.path} says whether their rows "
+                f"{parameter} consists of square matrices, and no config beside {self._base.path} says whether "
+                f"their rows "
                 "are inputs or outputs.",
                 cure="Name the model's folder, with its config.json.",
             )

@@ -232,7 +232,7 @@ def bake(
     lines.append(f"{made.modules} weights changed; {made.copied} tensors were copied as they are.")
     if away := made.rounded_away:
         lines.append(
-            f"{len(away)} weights stay as they were, since the change is smaller than the rounding of their data type: "
+            f"{len(away)} weights did not change, because the change is smaller than the rounding of their data type: "
             f"{', '.join(away[:3])}{' and others' if len(away) > 3 else ''}. Bake into a model in fp32 to keep it."
         )
     if made.left_out:

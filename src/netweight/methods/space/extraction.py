@@ -111,7 +111,9 @@ def extract_files(
         if narrow := sum(places[0].info.dtype.startswith("F8_") for places in weights.places.values()):
             remarks.append(f"{narrow} weights of {place} are stored in fp8, whose rounding is part of the change.")
     if modules is None:
-        remarks.append("No config lies beside the weights, so modules were not checked against the model's own names.")
+        remarks.append(
+            "There is no config beside the weights, so modules were not checked against the model's own names."
+        )
     count = task.changed
     return replace(written, changed=count, modules=task.taken, left_out=left_out, remarks=(*remarks, *written.remarks))
 
@@ -185,7 +187,7 @@ class _Extraction:
             raise UsageError(
                 f"{self._after.path} has {len(lacking)} of {len(matrices)} matrices under names that "
                 f"{self._before.path} lacks, such as {lacking[0]}; the nearest there is {near}.",
-                cure="Name two models of one kind, or say the architecture of single files (--model NAME).",
+                cure="Name two models of one kind, or give the architecture of single files (--model NAME).",
             )
         missing = [name for name in before if name not in after and len(before[name][0].info.shape) >= 2]
         if lacking and missing:

@@ -304,7 +304,7 @@ def invert_targets(
             if not result.ok:
                 raise TrainingStopped(
                     f"{result.config['name']!r} could not be inverted: {result.reason}",
-                    cure=f"Points found before are kept in {job.folder / name}.jsonl.",
+                    cure=f"The points so far are stored in {job.folder / name}.jsonl.",
                 )
             found.append(result.value)
     origin = {

@@ -31,7 +31,7 @@ class LabelColumn:
         values = torch.as_tensor(self.values, dtype=torch.float64, device="cpu")
         if values.ndim != 1 or values.isinf().any():
             raise UsageError(
-                f"The labels {self.name!r} are of shape {tuple(values.shape)} or hold an infinity.",
+                f"The labels {self.name!r} are of shape {tuple(values.shape)} or contain infinity.",
                 cure="Give one finite number per model, NaN where it is unknown.",
             )
         object.__setattr__(self, "values", values)
@@ -161,6 +161,6 @@ def _number(path: Path, name: str, column: str, value: object) -> float:
         return _WORDS[word] if word in _WORDS else float(word)
     except ValueError:
         raise UsageError(
-            f"{path} says {value!r} of {name!r} in {column!r}, which is not a number.",
+            f"{path} has the value {value!r} of {name!r} in {column!r}, which is not a number.",
             cure="Write numbers, or 1 and 0 for two classes; leave a cell empty where it is unknown.",
         ) from None

@@ -44,8 +44,8 @@ class Distillation(DefenseSettings, recommended={"lr": 1e-4}):
     )
     random_rows: float = Field(
         0.3, ge=0,
-        description="Rows of random tokens on which the original is imitated, too, per pair: text of no domain keeps "
-        "what new tasks are learned with.",
+        description="Rows of random tokens for each pair on which the original is imitated as well, so that the model "
+        "can still learn new tasks.",
     )  # fmt: skip
 
     def build(self) -> DistillationDefense:
