@@ -173,7 +173,7 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
     few = apply(folder, tmp_path / "other", "--ordinary", tmp_path / "few.txt", code=(2,))["error"]["message"]
     assert "at least 4 are needed" in few
     anchors = apply(folder, tmp_path / "other", "--anchors", tmp_path / "few.txt", code=(2,))["error"]["message"]
-    assert "holds 1 prompts for 3 memorized ones" in anchors
+    assert "contains 1 prompts for 3 memorized ones" in anchors
     both = apply(folder, tmp_path / "other", "--method", "distil", "--neurons", folder / "ordinary.txt", code=(2,))
     assert "neurons.file was given, and the method is distil" in both["error"]["message"]
     with pytest.raises(UsageError, match="With neurons, detection compares as many noises") as caught:

@@ -198,7 +198,7 @@ def test_templates_stand_around_the_text(tokenizer):
     (found,) = tokens.load_examples(rows, tokenizer, context=64, template=tokens.QUESTION_AND_ANSWER)
     assert tokenizer.decode(found.prompt) == "Question: Why {answer}?\nAnswer:"
     assert tokenizer.decode(found.response[:-1]) == "\nSo {prompt}."
-    with pytest.raises(UsageError, match=r"does not hold \{prompt\} once"):
+    with pytest.raises(UsageError, match=r"does not contain \{prompt\} exactly once"):
         tokens.Template("Question:")
 
 

@@ -112,7 +112,7 @@ def test_shards_of_which_one_is_missing_are_named(folder):
     shards(folder, [f"diffusion_pytorch_model-0000{place}-of-00002.safetensors" for place in (1, 2)])
     (folder / f"{UNET}.safetensors").unlink()
     (folder / f"{UNET}-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UsageError, match="unet holds 1 of 2 shards"):
+    with pytest.raises(UsageError, match="unet contains 1 of 2 shards"):
         load_text_to_image(folder)
 
 

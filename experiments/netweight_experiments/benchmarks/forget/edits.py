@@ -51,7 +51,6 @@ from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt, union
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.metrics.copies import Memorized, copies_of_prompt
-from netweight.metrics.intervals import t_interval
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
 from netweight_experiments.toys.drawn_worlds import EmojiWorld
@@ -268,18 +267,18 @@ def likeness(back, *, trained):
 
 def strongest(result):
     """The attack that brought half back soonest, else most back, else came nearest; None if there was none."""
-    order = lambda name: (half(back[name]) or math.inf, -returned(back[name]), -likeness(back[name], trained=True))  # noqa: E731
+    soon = lambda name: math.inf if half(back[name]) is None else half(back[name])  # noqa: E731
+    order = lambda name: (soon(name), -returned(back[name]), -likeness(back[name], trained=True))  # noqa: E731
     back = result["back"]
     return min((name for name in back if name not in GIVEN), key=order, default=None)
 
 
 def interval(values):
-    """Mean and t-interval over trainings, as text; of fewer than three each one."""
+    """Return the mean, the smallest and the largest value over trainings, as text; of fewer than three each one."""
     if len(values) < 3 or len(set(values)) == 1:
         values = values if len(set(values)) > 1 else values[:1]
         return ", ".join(map(two_digits, values))
-    low, high = map(two_digits, t_interval(values).ci95)
-    return f"{two_digits(statistics.mean(values))} ({low} to {high})"
+    return f"{two_digits(statistics.mean(values))} ({two_digits(min(values))} to {two_digits(max(values))})"
 
 
 def two_digits(value):
@@ -289,12 +288,10 @@ def two_digits(value):
 
 def attack_cells(attack, by_training, retrained):
     """Return an attack, pictures recovered, steps until half, likeness against other pictures and another model."""
-    most = 0 if attack in SHOWN else ATTACKS[attack]["steps"]
-    steps = lambda back: f"over {most}" if half(back) is None else str(half(back))  # noqa: E731
     backs = [each["back"][attack] for own in by_training for each in own]
     above, beside = nearness(attack, by_training, retrained)
     return [
-        attack, spread(backs, share), spread(backs, steps) if most else "–",
+        attack, spread(backs, share), spread(backs, lambda back: steps_of(attack, back)),
         interval(list(map(statistics.mean, above))) or "–", interval(list(map(statistics.mean, beside))) or "–",
     ]  # fmt: skip
 
@@ -409,7 +406,7 @@ def every_attack(methods):
     for attack in ATTACKS:
         searched = [[each["back"][attack] for each in own if attack in each["back"]] for own in methods.values()]
         if any(searched):
-            lines.append(f"|{attack}|{'|'.join(brief(backs) if backs else '–' for backs in searched)}|")
+            lines.append(f"|{attack}|{'|'.join(brief(attack, backs) if backs else '–' for backs in searched)}|")
     return "\n".join(lines)
 
 
@@ -421,11 +418,17 @@ def by_training(results):
     return list(trainings.values())
 
 
-def brief(backs):
+def brief(attack, backs):
     """Return how many pictures an attack recovered, and after how many steps half of them, as text."""
     recovered = spread(backs, lambda back: str(returned(back)))
-    steps = [half(back) for back in backs if half(back) is not None]
-    return f"{recovered}, after {spread(steps, str)}" if steps else recovered
+    if all(half(back) is None for back in backs):
+        return recovered
+    return f"{recovered}, after {spread(backs, lambda back: steps_of(attack, back))}"
+
+
+def steps_of(attack, back):
+    """Return the steps until half of the pictures were recovered, as text."""
+    return f"over {ATTACKS[attack]['steps']}" if half(back) is None else str(half(back))
 
 
 def grid(results, job, path):

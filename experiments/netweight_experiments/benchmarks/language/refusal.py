@@ -113,7 +113,7 @@ def page(result: dict[str, Any]) -> str:
     before = findings.pop("refusals before")
     lines = [
         f"To find {result['requests refused']} requests that the model refuses, {result['requests asked']} were tried. "
-        f"The attack's conclusion: “{result['conclusion']}”{took}",
+        f"The report concludes: “{result['conclusion']}”{took}",
         "",
         "| best edit of each kind | prompts refused | divergence, ordinary prompts | perplexity, ordinary prompts "
         "| counts |",
