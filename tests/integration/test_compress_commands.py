@@ -185,7 +185,7 @@ def test_after_ctrl_c_the_same_command_continues(model, tmp_path):
     assert "The same command continues where this one stopped" in said
     assert "remove .net.netweight-part" in said
     answer = run("compress", "m", "net")
-    assert "done by an earlier, interrupted run" in answer.stdout
+    assert "finished by an earlier, interrupted run" in answer.stdout
     run("compress", "m", "expected")
     assert content(tmp_path / "net") == content(tmp_path / "expected")
     code, said = interrupted("compress", "m/model-00001-of-00002.safetensors", "x", at=1)

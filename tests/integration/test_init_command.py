@@ -51,7 +51,7 @@ def test_a_model_of_ones_own_gets_the_recipe_for_its_kind_and_rows_to_replace(he
         for command in (["--plan"], []):
             answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", *command])
             assert answer.exit_code == 2
-            assert "placeholders.pairs.jsonl: the file still holds placeholder rows." in answer.stderr
+            assert "placeholders.pairs.jsonl: the file still contains placeholder data." in answer.stderr
         for name in rows:  # rows of one's own
             Path(name).write_text(Path(name).read_text() + Path(name).read_text().splitlines()[0] + "\n")
         recipe = read_recipe("recipe.yaml")

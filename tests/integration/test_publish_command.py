@@ -44,9 +44,9 @@ def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
     faults = {
         "the check 'a license is stated' did not pass": lambda: (model / CARD).write_text("# My model\n"),
         "the check 'there is a model card' did not pass": lambda: (model / CARD).unlink(),
-        "files that do not belong into a published model is 1": lambda: (model / "optimizer.pt").write_bytes(b""),
+        "files that do not belong in a published model is 1": lambda: (model / "optimizer.pt").write_bytes(b""),
         "files that run code when they are opened is 1": lambda: (model / "weights.bin").write_bytes(b""),
-        "paths of this machine in files is 1": lambda: (model / "generation_config.json").write_text(
+        "files that contain paths of this machine is 1": lambda: (model / "generation_config.json").write_text(
             json.dumps({"_name_or_path": "/home/me/models/mine"})
         ),
         "weight files that are damaged is 1": lambda: (model / "extra.safetensors").write_bytes(b"nothing"),

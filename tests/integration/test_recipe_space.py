@@ -102,7 +102,7 @@ def test_a_share_of_the_square_chooses_the_rank_of_files(here):
 
 
 def test_what_cannot_follow_or_is_not_there_is_said_before_work(here):
-    assert "treatments.1.space-fit: needs a bank, and the treatment before it makes a space" in here(
+    assert "treatments.1.space-fit: needs a bank, but the treatment before it produces a space" in here(
         change=("space-sample: {count: 8, seed: 0}", "space-fit"), code=2
     )
     assert "treatments.2.space-edit.labels: " in here(change=("labels.csv, moves", "nowhere.csv, moves"), code=2)

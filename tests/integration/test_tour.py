@@ -142,7 +142,7 @@ def test_a_folder_that_is_not_the_tours_is_not_emptied(tmp_path):
     (tmp_path / "models" / "precious").touch()
     answer = call("--out", tmp_path)
     assert answer.exit_code == 2
-    assert "was not made by the tour" in answer.stderr
+    assert "was not written by the tour" in answer.stderr
     assert (tmp_path / "models" / "precious").exists()
 
 

@@ -322,7 +322,7 @@ def test_other_refusals(tmp_path):
     with pytest.raises(LayerwiseConflict, match="optimizer_cls_and_kwargs"):
         LayerwiseTrainer(model, args, train_dataset=data(), optimizers=optimizers)
     whole = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"params": [], "lr": 0.1})}
-    with pytest.raises(LayerwiseConflict, match="takes the whole model"):
+    with pytest.raises(LayerwiseConflict, match="needs all gradients of the model at once"):
         LayerwiseTrainer(model, args, train_dataset=data(), **whole).train()
     with pytest.raises(LayerwiseConflict, match="LBFGS needs all gradients"):
         trained(llama(), tmp_path, optimizer_cls_and_kwargs=(torch.optim.LBFGS, {"lr": 0.1}))

@@ -79,7 +79,7 @@ def test_what_is_no_checkpoint_of_this_model(tmp_path):
     with pytest.raises(UsageError, match="not a checkpoint"):
         netweight.load_checkpoint(tmp_path / "d.safetensors", model)
     before = path.read_bytes()
-    with pytest.raises(UsageError, match="cannot hold this"):
+    with pytest.raises(UsageError, match="cannot contain this"):
         netweight.save_checkpoint(path, model, extra={"model": model})
     waiting = netweight.LayerwiseOptimizer(model, torch.optim.SGD, lr=0.1, accumulation_steps=2)
     model(torch.randn(2, 64)).sum().backward()

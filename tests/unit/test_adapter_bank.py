@@ -255,7 +255,7 @@ def spoil(source, kind):
     write_adapter(Adapter(good), bad, kernels={} if kind == "kernels" else KERNELS)
     return {
         "other shape": (UsageError, f"changes {TO_Q} in shape (6, 7), the others in (6, 5)"),
-        "other modules": (UsageError, "changes none of the others' modules, but unet.conv_in"),
+        "other modules": (UsageError, "does not change any module that the others change, but unet.conv_in"),
         "NaN": (UsageError, f"bad.safetensors: {TO_Q} holds NaN"),
         "kernels": (UsageError, "other convolutions"),
     }[kind]
@@ -406,7 +406,7 @@ def test_what_a_bank_does_not_have(folder, tmp_path):
     assert same(bank.adapter(-1), bank.adapter("deep/7"))
     with pytest.raises(NameNotFound, match=r"no adapter 'deep/2'. The nearest names are deep/"):
         bank.adapter("deep/2")
-    with pytest.raises(NameNotFound, match="holds 9"):
+    with pytest.raises(NameNotFound, match="contains 9"):
         bank.adapter(9)
     for start, stop in ((3, 3), (-1, 2), (5, 10)):
         with pytest.raises(UsageError, match="no range"):

@@ -172,7 +172,7 @@ def test_the_process_exits_with_the_code():
     program = "from netweight.cli import main; main(['run', 'no-such-recipe.yaml'])"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert answer.returncode == 2
-    assert answer.stderr.startswith("Error: The recipe no-such-recipe.yaml cannot be read")
+    assert answer.stderr.startswith("Error: The recipe no-such-recipe.yaml could not be read")
     assert "Traceback" not in answer.stderr
 
 

@@ -244,7 +244,7 @@ def test_sharing_between_processes():
         F.linear(torch.randn(2, 64).bfloat16(), compressed)
         assert compressed.stored.decoded is None  # other processes may write
         compressed.mul_(2)
-        with pytest.raises(UsageError, match="outgrew the memory that it shares"):
+        with pytest.raises(UsageError, match="became larger than the memory that it shares"):
             compressed.view(torch.int16).random_()
 
 

@@ -186,7 +186,7 @@ def test_components_and_statistics_open_as_tensors(tmp_path):
     assert torch.equal(found, mean)
     assert str(tmp_path / "mean.pt") in Path("/proc/self/maps").read_text()  # mapped, not read
     torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(UsageError, match="holds a list, no tensor"):
+    with pytest.raises(UsageError, match="holds a list, not a tensor"):
         published_tensor(tmp_path / "list.pt")
     with pytest.raises(UsageError, match="no file"):
         published_tensor(tmp_path / "V.pt")
@@ -218,7 +218,7 @@ def fault(tmp_path, kind):
         ("legacy", CorruptBlob, "cannot be read"),
         ("truncated", CorruptBlob, "cannot be read"),
         ("width", UsageError, f"rows of {WIDTH - 1} entries, the shapes take {WIDTH}"),
-        ("vector", UsageError, "no matrix of adapters"),
+        ("vector", UsageError, "not a matrix of adapters"),
         ("no dimensions", UsageError, "no weight_dimensions.pt .*--stable-diffusion"),
         ("no settings", UsageError, "no adapter_config.json"),
         ("odd dimensions", UsageError, "the shape of a is 'b'"),

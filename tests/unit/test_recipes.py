@@ -148,7 +148,7 @@ def test_a_run_stopped_between_a_result_and_its_record_takes_the_result(here):
 def test_a_result_changed_by_another_hand_is_refused():
     done = run(Plan.of(read_recipe(write(GOOD))))
     done[0].path.write_text("no longer what was audited")
-    with pytest.raises(CorruptBlob, match=r"01-repeat-.* was changed after it was made"):
+    with pytest.raises(CorruptBlob, match=r"01-repeat-.* was changed after the run had written it"):
         run(Plan.of(read_recipe("recipe.yaml")))
 
 
@@ -243,7 +243,7 @@ def test_yaml_may_merge_mappings():
 
 
 def test_a_recipe_that_is_not_there():
-    with pytest.raises(UsageError, match=r"none\.yaml cannot be read"):
+    with pytest.raises(UsageError, match=r"none\.yaml could not be read"):
         read_recipe("none.yaml")
 
 
@@ -312,7 +312,7 @@ def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
     assert (again, again.config.model_fields_set) == (chosen, chosen.config.model_fields_set)
     assert all(step.remembered for step in run(plan, jobs=2))
     at_once[0].path.write_text("other")
-    with pytest.raises(CorruptBlob, match="was changed after it was made"):
+    with pytest.raises(CorruptBlob, match="was changed after the run had written it"):
         run(plan, jobs=2)
 
 

@@ -268,7 +268,7 @@ def test_variants_are_chosen_by_name(tmp_path):
         ({"weight_map": {"a": "../secret.safetensors"}}, UnsafeInput, "outside"),
         ({"weight_map": {"a": "/etc/passwd"}}, UnsafeInput, "outside"),
         ({"weight_map": {"a": "gone.safetensors"}}, CorruptBlob, "missing"),
-        ({"weight_map": {"other": "model.safetensors"}}, CorruptBlob, "does not hold"),
+        ({"weight_map": {"other": "model.safetensors"}}, CorruptBlob, "does not contain"),
         ({"weight_map": ["a"]}, CorruptBlob, "not an index"),
         ({}, CorruptBlob, "not an index"),
     ],

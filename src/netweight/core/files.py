@@ -486,7 +486,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is given twice")
+        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} was given twice")
     return fields
 
 

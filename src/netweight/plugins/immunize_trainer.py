@@ -100,7 +100,9 @@ class ImmunizeTrainer(Trainer):
         if pad_id is None:
             pad_id = getattr(kwargs.get("processing_class"), "pad_token_id", None)
         if pad_id is None:
-            raise UsageError("No token is known that pads.", cure="Pass pad_id, or a tokenizer that has a pad token.")
+            raise UsageError(
+                "The padding token is not known.", cure="Pass pad_id, or a tokenizer that has a pad token."
+            )
         narrow = [name for name, value in model.named_parameters() if value.requires_grad and value.dtype.itemsize < 4]
         if narrow:
             raise UsageError(
@@ -112,7 +114,7 @@ class ImmunizeTrainer(Trainer):
             recomputes and isinstance(self._defense, VaccineDefense | LatentAdversarialDefense)
         ):
             why = " while activations are recomputed" if self._defense.trains else ": there is nothing to train"
-            raise Unsupported(f"ImmunizeTrainer cannot do {self._defense.name}{why}.", cure="Use immunize.")
+            raise Unsupported(f"ImmunizeTrainer cannot train {self._defense.name}{why}.", cure="Use immunize.")
         tokenizer = kwargs.get("processing_class")
         context = 1 << 30 if tokenizer is None else context_of(model, tokenizer)  # type: ignore[arg-type]
 

@@ -159,7 +159,8 @@ class Weights:
         if file.description is None:
             raise UsageError(
                 f"{path} is not compressed, though its folder's config.json says so.",
-                cure="Compress the folder anew, or remove quantization_config and transformers_weights there.",
+                cure="Compress the folder again, or remove quantization_config and "
+                "transformers_weights from its config.json.",
             )
         for info in map(file.info, file.names()):
             if file.beneath(info.name) is not None:

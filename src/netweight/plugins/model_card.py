@@ -27,7 +27,8 @@ CARD = "README.md"
 _HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "COPYING")
 _NO_LICENSE = (
-    "License: not stated here. A model made from another one is under that one's license: name it, as `license:` in "
+    "License: not stated here. A model that was made from another one is under the license "
+    "of that one: name it, as `license:` in "
     "the first lines of this file."
 )
 
@@ -189,7 +190,9 @@ def _marks(key: str) -> tuple[str, str]:
 
 def _text(folder: Path) -> str:
     if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder of a model.", cure="Name a folder; a single file has no card.")
+        raise UsageError(
+            f"{folder} is not a folder of a model.", cure="Name a folder. A single file cannot have a model card."
+        )
     file = folder / CARD
     try:
         return file.read_text(encoding="utf-8") if file.is_file() else ""

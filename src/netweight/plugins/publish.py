@@ -49,7 +49,7 @@ class PublishSettings(Settings):
 
 def publish(settings: PublishSettings, context: Context, folder: Path) -> Result:
     """Check a folder, and upload it if that is asked for and all checks pass."""
-    section = Section("Publishing", check(folder, context.progress), question="May this folder be published?")
+    section = Section("Publishing", check(folder, context.progress), question="Can this folder be published?")
     verdict = decide(section)
     stated = verdict_of(folder) or "no verdict in the card"
     lines = [f"{folder}: license {license_of(folder) or 'not stated'}; {stated}"]
@@ -80,9 +80,9 @@ def check(folder: Path, progress: Progress) -> list[Finding]:
         Finding("there is a model card", card, target=True),
         _verdict(folder),
         _digests(folder, progress),
-        _count("files that do not belong into a published model", stray),
+        _count("files that do not belong in a published model", stray),
         _count("files that run code when they are opened", [name for name in code if name not in stray]),
-        _count("paths of this machine in files", places),
+        _count("files that contain paths of this machine", places),
     ]
 
 
@@ -99,7 +99,7 @@ def _verdict(folder: Path) -> Finding:
     if all(entry.tags == ("compressed",) for entry in entries) and (folder / MANIFEST).exists():
         return Finding(name, None, detail={"reason": "only compressed, without loss; its digests are checked below"})
     if not entries:
-        return Finding(name, None, detail={"reason": "no record of a treatment lies in the folder"})
+        return Finding(name, None, detail={"reason": "the folder contains no record of a treatment"})
     reason = f"the card has none; add it: netweight report RUN --card {folder}"
     return Finding(name, None, target=True, detail={"reason": reason})
 

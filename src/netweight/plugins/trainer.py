@@ -56,7 +56,7 @@ class LayerwiseTraining(_Base):
         _refuse(self.args)
         if self.optimizer is not None:
             raise LayerwiseConflict(
-                "`optimizers` holds an optimizer of its own.",
+                "`optimizers` contains an optimizer.",
                 cure="Name its class: optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-4}).",
             )
 
@@ -105,7 +105,7 @@ class LayerwiseTraining(_Base):
         chosen, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model)
         if is_optimizer_factory(chosen) or {"params", "model", "optimizer_dict"} & options.keys():
             raise LayerwiseConflict(
-                f"The optimizer {self.args.optim} takes the whole model.",
+                f"The optimizer {self.args.optim} needs all gradients of the model at once.",
                 cure="Choose one that steps each parameter by its own gradient, such as optim='adamw_torch'.",
             )
         return chosen, options
@@ -263,7 +263,7 @@ def read_folder(folder: str | Path, model: nn.Module) -> None:
             raise UsageError(
                 f"{folder} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
                 f"dtypes in {misfits[:5]}.",
-                cure="Make the model as it was made when it was saved.",
+                cure="Create the model with the configuration with which it was saved.",
             )
         with torch.no_grad():
             for name in store.names():

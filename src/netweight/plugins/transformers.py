@@ -78,7 +78,8 @@ class NetweightQuantizer(HfQuantizer):
         """Refuse dtypes that no layer computes in, that of compressed bytes among them."""
         if dtype == torch.uint8:
             raise UsageError(
-                "The folder's config.json names no dtype.", cure="Pass it to from_pretrained: dtype=torch.bfloat16."
+                "The config.json of the folder does not name a dtype.",
+                cure="Pass it to from_pretrained: dtype=torch.bfloat16.",
             )
         return computing(dtype)
 
@@ -147,7 +148,7 @@ class NetweightQuantizer(HfQuantizer):
             raise self._damage
         if self.pre_quantized and not self._taken:
             raise UsageError(
-                f"None of the weights in {model.config._name_or_path} is one of a {type(model).__name__}.",
+                f"None of the weights in {model.config._name_or_path} belongs to a {type(model).__name__}.",
                 cure="Load it as the architecture that its config.json names, or by an Auto class.",
             )
         self._loading = False

@@ -94,7 +94,7 @@ class _StrictLoader(yaml.SafeLoader):
         merge = "tag:yaml.org,2002:merge"
         keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merge]
         for twice in (key for place, key in enumerate(keys) if key in keys[:place]):
-            raise yaml.MarkedYAMLError(problem=f"the key {twice!r} is given twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(problem=f"the key {twice!r} was given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -102,13 +102,17 @@ class _Steps(Settings):
     """Steps for a subject; treatments are checked one by one, each against its own settings."""
 
     title: str = Field(default="", description="Heading of the report.")
-    subject: str = Field(min_length=1, description="What is treated: a folder or file, which stays as it is.")
-    treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
-    attacks: tuple[Any, ...] = Field(default=(), min_length=1, description="On what the last treatment made.")
-    audits: Literal["all"] | tuple[str, ...] = Field(
-        default="all", description="Names of the audits to run; the report marks the others as not run."
+    subject: str = Field(
+        min_length=1, description="The model: a folder, a file or an id on the hub. It is never changed."
     )
-    seed: int = Field(default=0, description="Random seed of audits and attacks.")
+    treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
+    attacks: tuple[Any, ...] = Field(
+        default=(), min_length=1, description="Attacks on the result of the last treatment."
+    )
+    audits: Literal["all"] | tuple[str, ...] = Field(
+        default="all", description="Names of the audits to run; the report states which ones were left out."
+    )
+    seed: int = Field(default=0, description="Seed of audits and attacks.")
     placeholders: dict[str, str] = Field(
         default={},
         description="Files of rows that only show the format, and their digests: the recipe does not run while a file "
@@ -127,7 +131,9 @@ class _Chapter(_Steps):
 class _Recipe(_Steps):
     """A recipe without chapters."""
 
-    output: str = Field(min_length=1, description="Folder of results, ledger and report.")
+    output: str = Field(
+        min_length=1, description="Folder of the results, the record of finished steps, and the report."
+    )
     summary: str = Field(default="", description="A sentence below the report's heading.")
 
 
@@ -136,7 +142,9 @@ class _Chapters(Settings):
 
     title: str = Field(min_length=1, description="Heading of the report.")
     summary: str = Field(default="", description="A sentence below the report's heading.")
-    output: str = Field(min_length=1, description="Folder of the report; results lie in a folder for each chapter.")
+    output: str = Field(
+        min_length=1, description="Folder of the report; the results of each chapter are in a subfolder."
+    )
     chapters: dict[str, Any] = Field(min_length=1, description="Name → a recipe with a question, without an output.")
 
 
@@ -158,12 +166,13 @@ def read_mapping(path: Path, needs: str) -> dict[str, Any]:
         content = yaml.load(path.read_text(encoding="utf-8"), _StrictLoader)
     except OSError as error:
         raise UsageError(
-            f"The recipe {path} cannot be read: {error.strerror}.", cure="Write some to begin with: netweight init DIR."
+            f"The recipe {path} could not be read: {error.strerror}.",
+            cure="To get recipes to begin with, run: netweight init DIR",
         ) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"The recipe {path} is not valid YAML: {error}.") from error
     if not isinstance(content, dict):
-        raise UsageError(f"The recipe {path} is empty or no mapping.", cure=f"It needs {needs}.")
+        raise UsageError(f"The recipe {path} is empty or not a mapping.", cure=f"It needs {needs}.")
     return content
 
 
@@ -195,7 +204,9 @@ def _read_chapters(content: dict[str, Any], problems: list[str]) -> Recipe | Non
     chapters = []
     for name, chapter in fields.chapters.items():
         if not isinstance(chapter, dict) or Path(name).name != name:
-            problems.append(f"chapters.{name}: a chapter is a mapping, and its name is one of a folder.")
+            problems.append(
+                f"chapters.{name}: a chapter must be a mapping, and its name must be usable as the name of a folder."
+            )
             continue
         chapters.append(_read_steps(chapter, problems, name, Path(fields.output) / name))
     return Recipe(
@@ -223,7 +234,7 @@ def _read_steps(
     if fields is None:  # what is unknown need not hide what else is wrong
         fields = kind.checked({key: content[key] for key in content if key in kind.model_fields}, "", [])
     if "treatments" not in content and "attacks" not in content:
-        found.append("treatments: is missing, and so are attacks; a recipe needs one of them.")
+        found.append("the recipe has neither treatments nor attacks, and needs at least one of them.")
     treatments = _chosen(content, "treatments", known_methods(), found)
     attacks = _chosen(content, "attacks", known_attacks(), found)
     recipe = None
@@ -311,7 +322,8 @@ def _placeholder_problems(placeholders: Mapping[str, str]) -> list[str]:
     """Files that still hold the rows that `netweight init` wrote."""
     same = [name for name, digest in placeholders.items() if Path(name).is_file() and digest_file(Path(name)) == digest]
     return [
-        f"placeholders.{name}: the file still holds placeholder rows. Replace it by your own, or take this line out to "
+        f"placeholders.{name}: the file still contains placeholder data. Replace it by "
+        "your own, or delete this line to "
         "run with them."
         for name in same
     ]
@@ -327,7 +339,7 @@ def _chain_problems(recipe: Recipe) -> list[str]:
     for where, what in entries:
         if made is not None and made not in what.takes:
             wanted = " or ".join(what.takes)
-            problems.append(f"{where}.{what.verb}: needs a {wanted}, and the treatment before it makes a {made}.")
+            problems.append(f"{where}.{what.verb}: needs a {wanted}, but the treatment before it produces a {made}.")
         if isinstance(what, Method):
             made = what.makes
     return problems

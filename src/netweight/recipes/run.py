@@ -427,7 +427,9 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
     record = job.recorded(LEDGER, key)
     if record is not None and path.exists():
         if record["result"] != digest_of(path, progress):
-            raise CorruptBlob(f"{path} was changed after it was made.", cure="Delete it to have it made again.")
+            raise CorruptBlob(
+                f"{path} was changed after the run had written it.", cure="Delete it, and the step runs again."
+            )
         return True
     began = time.monotonic()
     if not path.exists():  # it is there without a record when a kill fell between the two

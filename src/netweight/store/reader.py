@@ -149,7 +149,9 @@ class StoredFile:
         """Base from which tensors of this file are stored as differences."""
         note = None if self.description is None else self.description.base
         if note is None:
-            raise CorruptBlob(f"{self.path} holds a difference and names no base.", cure="Fetch the file again.")
+            raise CorruptBlob(
+                f"{self.path} contains a difference but does not name a base.", cure="Fetch the file again."
+            )
         path = self._given if self._given is not None else find_base(self.path, note)
         return Base(path, note.within, links=self._links)
 
@@ -170,7 +172,8 @@ class StoredFile:
         file = self if not at else self._beside(at)
         if other not in file or (file.description is not None and other in file.description.same):
             raise CorruptBlob(
-                f"{self.path}: tensor {name!r} is said to equal {other!r} of {file.path}, which does not stand there.",
+                f"{self.path}: tensor {name!r} is recorded as equal to {other!r} of "
+                f"{file.path}, which does not contain it.",
                 cure="Fetch both files again.",
             )
         return file, other
@@ -223,7 +226,7 @@ class StoredFile:
         while (count := os.preadv(self._file, [out], at) if out.nbytes else 0) < out.nbytes:
             if not count:
                 raise CorruptBlob(
-                    f"{self.path} became shorter while it was read.", cure="Wait until it is complete; try again."
+                    f"{self.path} became shorter while it was read.", cure="Wait until it is complete, then try again."
                 )
             out, at = out[count:], at + count
 
@@ -541,7 +544,9 @@ class Store:
             raise UsageError(f"The tensor {name!r} is a scalar and has no rows.", cure="Use get(name).")
         start, stop, step = rows.indices(shape[0])
         if step != 1:
-            raise UsageError(f"Rows with step {step} cannot be read.", cure="Read with step 1, then index.")
+            raise UsageError(
+                f"Rows with step {step} cannot be read.", cure="Read with step 1, then select rows from the result."
+            )
         return place.get_rows(name, start, max(start, stop))
 
     def content(self, name: str, *, threads: int = 1, check: bool = True) -> Any:
@@ -686,10 +691,12 @@ def _open_folder(folder: Path, variant: str | None, base: Path | None) -> Store:
     if len(indexes) > 1:
         raise UsageError(
             f"{folder} holds several indexes: {', '.join(index.name for index in indexes)}.",
-            cure="Name a variant, or open a file.",
+            cure="Give the name of a variant, or open one of the files.",
         )
     if not files:
-        raise UsageError(f"{folder} contains no safetensors weights.", cure="Open the sub-folder or file that does.")
+        raise UsageError(
+            f"{folder} contains no safetensors weights.", cure="Open the subfolder or file that contains them."
+        )
     refuse_missing_shards(folder, [file.name for file in files])
     return _join([StoredFile(file, base=base) for file in files])
 
@@ -709,7 +716,8 @@ def _open_index(index: Path, base: Path | None) -> Store:
     for stored, name in places.items():
         if (stored, name) not in held:
             raise CorruptBlob(
-                f"{index} places tensor {stored!r} in {name}, which does not hold it.", cure="Fetch both files again."
+                f"{index} places tensor {stored!r} in {name}, which does not contain it.",
+                cure="Fetch both files again.",
             )
     listed = {
         file.path: {original for original, stored in file.stored_names().items() if places.get(stored) == name}
@@ -728,7 +736,7 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
             if name in places:
                 raise UsageError(
                     f"Both {places[name].path} and {file.path} hold a tensor {name!r}.",
-                    cure="Open one file, or name a variant.",
+                    cure="Open one file, or give the name of a variant.",
                 )
             places[name] = file
     return Store(files, places)

@@ -69,7 +69,7 @@ def find_base(file: Path, note: BaseNote) -> Path:
         if path.is_file() or (path / note.within).is_dir():
             return path
     raise UsageError(
-        f"{file} holds differences from {note.name} (digest {note.digest}), which was not found.",
+        f"{file} holds differences from {note.name} (digest {note.digest}), which cannot be found.",
         cure=f"Give it (base=, --base, or the variable {_GIVEN}), or put it beside the folder.",
     )
 
@@ -288,7 +288,7 @@ def refuse_many(tensors: int) -> None:
     """
     if tensors > MOST_TENSORS + 1:  # the metadata are an entry like a tensor's
         raise Unsupported(
-            f"the header lists {tensors:,} tensors; one file may hold {MOST_TENSORS:,}.",
+            f"the header lists {tensors:,} tensors; one file may contain {MOST_TENSORS:,}.",
             cure="Split the tensors over several files.",
         )
 
@@ -363,10 +363,12 @@ _OPCODES = 8  # as many in a row are no chance
 def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | UnsafeInput:
     """Say what a file is that is not a safetensors file, from its first bytes."""
     if start.startswith(b"version https://git-lfs"):
-        return CorruptBlob(f"{path} is a pointer of Git LFS, not the weights.", cure="Run `git lfs pull` first.")
+        return CorruptBlob(
+            f"{path} is a Git LFS pointer, not the file with the weights.", cure="Run `git lfs pull` first."
+        )
     if is_pickle(start):
         return UnsafeInput(
-            f"{path} is a pickle, which can run code when opened, and no safetensors file.",
+            f"{path} is a pickle, which can run code when opened, and not a safetensors file.",
             cure="Load it where you trust it and save it again: model.save_pretrained(folder), or "
             "safetensors.torch.save_file(tensors, path).",
         )

@@ -100,13 +100,15 @@ class FileSource:
         Raises:
             UsageError: Always.
         """
-        raise UsageError(f"{self._path} holds {name!r} as it is, not encoded.", cure="Read its parts.")
+        raise UsageError(f"{self._path} contains {name!r} without compression.", cure="Read its parts.")
 
     def refuse_changes(self) -> None:
         """Raise `UsageError` if the file's size or time of change is another than when it was opened."""
         now = os.stat(self._path)
         if (now.st_size, now.st_mtime_ns) != (self._state.st_size, self._state.st_mtime_ns):
-            raise UsageError(f"{self._path} changed while it was read.", cure="Wait until it is complete; try again.")
+            raise UsageError(
+                f"{self._path} changed while it was read.", cure="Wait until it is complete, then try again."
+            )
 
     def close(self) -> None:
         """Close the file."""

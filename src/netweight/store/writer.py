@@ -97,7 +97,7 @@ class StoreWriter:
         if self.base is not None and self.base.links > MOST_LINKS:
             raise UsageError(
                 f"{self.base.path} is the last of {MOST_LINKS} models that are differences from each other.",
-                cure="Give one that is stored whole, or compress it without --base.",
+                cure="Give a base that is stored whole, or compress without --base.",
             )
         self._file = self._stack.enter_context(whole_file(self.path, overwrite=self._overwrite, mode=self._mode))
         self._file.seek(8 + self._room)
@@ -227,7 +227,9 @@ class StoreWriter:
         if self._file is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with StoreWriter(...) as writer:`.")
         if not is_text(name):
-            raise UsageError(f"{self.path}: {name!r} is not a text that a file can hold.", cure="Give it another name.")
+            raise UsageError(
+                f"{self.path}: {name!r} is not a text that can be stored in a file.", cure="Give it another name."
+            )
         refuse_many(len(self._tensors))
         return self._file
 

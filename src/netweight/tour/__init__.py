@@ -79,7 +79,10 @@ def run_tour(
     _check(only)
     models = out / MODELS
     if models.exists() and not (models / MARK).exists() and (not models.is_dir() or any(models.iterdir())):
-        raise UsageError(f"{models} was not made by the tour, which would empty it.", cure="Choose another --out.")
+        raise UsageError(
+            f"{models} was not written by the tour, which deletes this folder before it begins.",
+            cure="Choose another --out.",
+        )
     make_folder(models)
     with lock(models / MARK):
         write_inputs(models / "inputs")
@@ -140,7 +143,7 @@ def _check(only: Sequence[str] | None) -> None:
     absent = [need for need in _NEEDS if importlib.util.find_spec(need) is None]
     if absent:
         raise MissingExtra(
-            f"The tour needs {', '.join(absent)}, which this environment lacks.",
+            f"The tour needs {', '.join(absent)}, which this environment does not have.",
             cure='Run: pip install "netweight[tour]"',
         )
 

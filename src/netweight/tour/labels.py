@@ -33,7 +33,7 @@ def write_labels(done: Sequence[Done], models: Path, out: Path, *, progress: Pro
     if not entries:
         return None
     text = pictures_page(
-        "Labels of the tour's models", "What is in the models of this tour, each shown by `netweight label`.", entries
+        "Labels of the tour's models", "The content of this tour's models, as `netweight label` shows it.", entries
     )
     with whole_file(out / PAGE, overwrite=True) as file:
         file.write(text.encode())

@@ -68,13 +68,13 @@ def verify(settings: VerifySettings, context: Context, path: Path) -> Result:
         names = finding.detail.get("which", ())
         lines += [f"         {name}" for name in names[:_SHOWN]]
         if len(names) > _SHOWN:
-            lines.append("         ... --json names more")
+            lines.append("         … (all are in the output of --json)")
     passed = all(finding.passed is not False for finding in findings)
     return Result(lines, [Section("Identity", findings)], payload={"path": str(path), "passed": passed}, shown=True)
 
 
 def inspect(settings: InspectSettings, context: Context, path: Path) -> Result:
-    """Show what weight files contain, tensor by tensor."""
+    """List the tensors in weight files, with their size and entropy."""
     reports = list(inspect_tensors(path, tensor=settings.tensor, base=settings.base, progress=context.progress))
     files = {report.info.file for report in reports}
     headers = ["tensor", "dtype", "shape", "stored bits", "entropy", "sign", "exponent", "mantissa"]
@@ -108,7 +108,7 @@ def _lines(summary: Summary, sizes: str) -> list[str | Rows]:
         f"{summary.seconds:.2f} s, {_size(rate)}/s"
     ]
     if summary.resumed:
-        lines.append(f"{summary.resumed} files were done by an earlier, interrupted run.")
+        lines.append(f"{summary.resumed} files had been finished by an earlier, interrupted run.")
     return lines + [f"Left out: {path}" for path in summary.left_out]
 
 

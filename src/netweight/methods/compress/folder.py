@@ -119,8 +119,9 @@ class Summary:
                 lines.append(f"{self.differences} of {self.tensors} tensors are stored as differences: {reasons}.")
             else:
                 lines.append(
-                    f"The base {self.base} brought nothing, and the result does not need it: {reasons}. Check that it "
-                    "is the model that was fine-tuned, with the same names and dtypes."
+                    f"No tensor became smaller as a difference from the base {self.base}, and the result does not need "
+                    f"it: {reasons}. Check that the base is the model that was fine-tuned, "
+                    "with the same names and dtypes."
                 )
         copied = sum(self.copied.values())
         if copied > _MUCH * max(self.nbytes, 1):
@@ -275,7 +276,7 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
     if read == written:
         raise UsageError(f"{source} cannot be its own target.", cure="Choose another name.")
     if source.is_dir() and (written.is_relative_to(read) or read.is_relative_to(written)):
-        raise UsageError(f"{source} and {target} lie one inside the other.", cure="Choose a place beside it.")
+        raise UsageError(f"{source} and {target} are inside one another.", cure="Choose a place beside it.")
     if target.is_dir() and source.is_file():
         raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
     if target.is_file() and source.is_dir():

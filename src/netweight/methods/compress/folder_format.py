@@ -215,7 +215,7 @@ class Manifest:
 
     @property
     def stored_names(self) -> set[str]:
-        """The paths of all files that belong into the compressed folder."""
+        """The paths of all files that belong in the compressed folder."""
         return {MANIFEST, *(entry.stored for entry in self.files), *([NOTE] if self.bytes_only else [])}
 
     def note(self) -> str:
@@ -223,7 +223,7 @@ class Manifest:
         parts = "\n".join(f"- {_part(at)} {reason}." for at, reason in self.bytes_only.items())
         return (
             "Decompress this folder before use\n\n"
-            "netweight compressed the bytes of these quantized weights without loss. No program opens them in this "
+            "netweight compressed the bytes of these quantized weights without loss. No program can open them in this "
             f"form:\n\n{parts}\n\n"
             "This command restores every file byte for byte:\n\n"
             "    netweight decompress THIS_FOLDER NEW_FOLDER\n"
@@ -234,7 +234,8 @@ class Manifest:
         missing = [entry.stored for entry in self.files if not (folder / entry.stored).is_file()]
         if missing:
             raise CorruptBlob(
-                f"{folder} lacks {len(missing)} of its files: {', '.join(missing[:5])}.", cure="Fetch them again."
+                f"{folder} is incomplete: {len(missing)} of its files are missing: {', '.join(missing[:5])}.",
+                cure="Fetch them again.",
             )
         for entry in self.files:
             check_place(folder, folder / entry.stored)
@@ -258,7 +259,9 @@ def clashing(names: Iterable[str]) -> str | None:
 def check_place(root: Path, file: Path) -> None:
     """Refuse what is not a regular file, and links out of the folder, except into the blobs of a hub cache."""
     if not file.exists():
-        raise UsageError(f"{file} is a broken link.", cure="Fetch the file it should point to, or exclude it.")
+        raise UsageError(
+            f"{file} is a broken link.", cure="Fetch the file to which it should point, or leave it out (--exclude)."
+        )
     if not stat.S_ISREG(file.stat().st_mode):
         raise Unsupported(f"{file} is not a regular file.", cure="Remove or exclude it.")
     root = root.resolve()
@@ -271,7 +274,7 @@ def leads_out(path: Path) -> UnsafeInput:
     """The error for a link to a place outside."""
     return UnsafeInput(
         f"{path} is a link that leads out of the folder.",
-        cure="Replace it with the file that it points to, or exclude it.",
+        cure="Replace it by the file to which it points, or leave it out (--exclude).",
     )
 
 

@@ -47,16 +47,16 @@ def quantization_of(folder: Path, headers: Mapping[str, Header]) -> str | None:
     """
     config = _json_object(folder / "config.json")
     if (method := foreign_method(config)) is not None:
-        return f"is quantized ({method}, says its config.json)"
+        return f"is quantized ({method}, according to its config.json)"
     for name in _FILES:
         if (folder / name).is_file():
-            return f"is quantized, says its {name}"
+            return f"is quantized, according to its {name}"
     for name, header in headers.items():
         if any("quantization" in key for key in header.metadata):
-            return f"is quantized, say the metadata of {name}"
+            return f"is quantized, according to the metadata of {name}"
     tensors = {span.name: (span.dtype, len(span.shape)) for header in headers.values() for span in header.spans}
     if (codes := _codes(tensors)) is not None:
-        return f"holds quantized weights, such as {codes} ({tensors[codes][0]})"
+        return f"contains quantized weights, such as {codes} ({tensors[codes][0]})"
     return None
 
 
@@ -77,7 +77,7 @@ def foreign_method(config: Any) -> str | None:
         if key in _KEYS and value and (isinstance(value, Mapping) or key == _KEYS[0]):
             method = value.get("quant_method") or value.get("quant_algo") if isinstance(value, Mapping) else value
             if method not in (METHOD, HINT):
-                return str(getattr(method, "value", method) or "a method that is not named")
+                return str(getattr(method, "value", method) or "by a method that is not named")
         elif (found := foreign_method(value)) is not None:
             return found
     return None

@@ -42,13 +42,14 @@ def card(folder: Path) -> CardEntry | None:
     rounded = sum(entry.rounded for entry in weights)
     kept = (
         f"{rounded} tensors are rounded: each weight differs from the original by at most "
-        f"{max(entry.bound for entry in weights):.3g} of itself, and did by at most "
+        f"{max(entry.bound for entry in weights):.3g} of itself, and the largest change was "
         f"{max(entry.worst_change for entry in weights):.3g}. The others are kept bit for bit."
         if rounded
-        else "Nothing is lost: every file comes back byte for byte."
+        else "Compression is lossless: every file can be restored byte for byte."
     )
     opened = (
-        "The weights are quantized, and no program opens them in this form: `netweight decompress FOLDER NEW` restores "
+        "The weights are quantized, and no program can open them in this form: "
+        "`netweight decompress FOLDER NEW` restores "
         "the original files, `netweight verify FOLDER` checks all digests."
         if manifest.bytes_only
         else "The weights are ordinary safetensors files with compressed tensors. They load with transformers and "
@@ -85,7 +86,7 @@ def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: 
          8 * sum(each.info.stored_nbytes for each in of) / bits[dtype].count, bits[dtype].exponent_only_bits)
         for dtype, of in weights.items()
     ]  # fmt: skip
-    why = "Why: signs and mantissas look random, exponents crowd in a few values."
+    why = "The reason: signs and mantissas are almost random, and most exponents are among a few values."
     ratio = Finding(_RATIO, plain / max(stored, 1), n=len(found), better="higher",
                     detail={"plain bytes": plain, "compressed bytes": stored})  # fmt: skip
     outcome, words = _SMALLER([ratio], saved=f"{100 * (1 - stored / plain) if plain else 0:.1f} %")
@@ -98,11 +99,11 @@ def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: 
 
 def _saved(smaller: bool, *, saved: str) -> Words:
     if smaller:
-        return "holds", f"Of all bytes of the tensors {saved} are saved."
+        return "holds", f"Compression saves {saved} of the tensors' bytes."
     return "told", "No size reduction: the tensors are incompressible."
 
 
-_RATIO = "size of the tensors, plain by compressed"
+_RATIO = "size of the tensors, original / compressed"
 _SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, strict=True)], _saved)
 
 
@@ -115,7 +116,7 @@ def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progres
     from netweight.methods.compress.runtime.model import memory_footprint
 
     title, question = "Outputs", "Does the compressed model compute what the original computes?"
-    name = "numbers that differ in any bit, run compressed"
+    name = "output numbers that differ in any bit"
     manifest = Manifest.read(subject.path) if (subject.path / MANIFEST).exists() else None
     if manifest is not None and manifest.bytes_only:
         return Section(
@@ -137,13 +138,15 @@ def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progres
     target = 0 if config.mantissa_bits == 7 else None  # rounded weights compute other numbers
     found = [
         Finding(name, different, n=before.numel(), better="lower", target=target, seeds=(seed,)),
-        Finding("memory of the weights, run compressed", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6),
+        Finding(
+            "memory of the weights, compressed in memory", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6
+        ),
     ]
     outcome, words = _SAME(found) if target is not None else ("told", "")
     return Section(
         title, found, question=question, conclusion=words, outcome=outcome,
         intro="Random tokens go through the original and through the model whose weights stay compressed in memory; "
-        "what comes out is compared bit by bit.",
+        "their outputs are compared bit by bit.",
     )  # fmt: skip
 
 

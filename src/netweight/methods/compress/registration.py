@@ -17,7 +17,7 @@ COMPRESS: Method[Any] = Method(
         "outputs": lazy(f"{_RECIPE}:outputs"),
     },
     run=lazy(f"{_COMMANDS}:compress"),
-    summary="Compress a model's files without losing a bit, or with rounded weights.",
+    summary="Compress a model's files, without changing a bit or with rounded weights.",
     description="SRC is a .safetensors file, the folder of a transformers or diffusers model, pipeline or adapter, or "
     "the id of a model on the Hugging Face hub (owner/name). All other files are carried over. A run that was "
     "interrupted continues where it stopped when it is started again. Weights are kept bit for bit unless "
@@ -52,7 +52,7 @@ INSPECT: Command[Any] = Command(
     "inspect",
     lazy(f"{_SETTINGS}:InspectSettings"),
     run=lazy(f"{_COMMANDS}:inspect"),
-    summary="Show what weight files contain, tensor by tensor.",
+    summary="List the tensors in weight files, with their size and entropy.",
     description='PATH is a .safetensors file, a folder, compressed or not, or the id of a model on the hub. "stored '
     'bits" are the bits that the file spends on each weight. Entropies are in bits per weight, too; the shares of '
     "sign, exponent and mantissa are those of the total entropy. A tensor of few values shows less entropy than its "
@@ -65,7 +65,7 @@ VERIFY: Command[Any] = Command(
     "verify",
     lazy(f"{_SETTINGS}:VerifySettings"),
     run=lazy(f"{_COMMANDS}:verify"),
-    summary="Prove that a compressed model is intact and identical to its original.",
+    summary="Check that a compressed model is intact and identical to its original.",
     description="The original is compared where --against names it. Of rounded tensors the command proves that they "
     "are intact, and that every weight is within its bound of the original. Exits with 1 if anything is damaged or "
     "differs.",

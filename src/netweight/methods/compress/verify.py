@@ -86,7 +86,7 @@ def verify(
         )
     if not subject.compressed and other is None:
         raise UsageError(
-            f"{subject.root} is not compressed and carries no digests.", cure="Name the original: --against SRC."
+            f"{subject.root} is not compressed and does not contain digests.", cure="Give the original: --against SRC."
         )
     comparison = _Comparison(subject, other, workers, None if base is None else Path(base))
     with progress.task(f"verify {subject.root.name}", subject.nbytes) as task:

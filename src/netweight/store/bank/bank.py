@@ -257,7 +257,8 @@ class AdapterBank:
         """
         if not 0 <= start < stop <= len(self):
             raise UsageError(
-                f"A bank of {len(self)} adapters has no range {start} to {stop}.", cure="Ask for 0 <= start < stop."
+                f"A bank of {len(self)} adapters has no range {start} to {stop}.",
+                cure="Give a range with 0 <= start < stop.",
             )
         chosen = [name for name in self.modules if modules is None or name in modules]
         pieces, first = [], 0
@@ -293,7 +294,10 @@ class AdapterBank:
         file = shard.file
         if file not in self._shards:
             if not (self.path / file).is_file():  # joined to another by a writer, after this bank was opened
-                raise CorruptBlob(f"{self.path / file} is gone: the bank has changed.", cure="Open the bank again.")
+                raise CorruptBlob(
+                    f"{self.path / file} does not exist any more, because the bank was changed.",
+                    cure="Open the bank again.",
+                )
             self._shards[file] = ShardReader(self.path / file, self.modules, shard)
         return self._shards[file]
 
@@ -304,7 +308,7 @@ class AdapterBank:
                 raise NameNotFound(f"The bank has no adapter {which!r}.", cure=f"The nearest names are {near}.")
             return self._numbers[which]
         if not -len(self) <= which < len(self):
-            raise NameNotFound(f"The bank has no adapter {which}: it holds {len(self)}.")
+            raise NameNotFound(f"The bank has no adapter {which}: it contains {len(self)}.")
         return which % len(self)
 
 
@@ -558,7 +562,7 @@ def _fits(
     shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
     denoisers = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))} & _DENOISERS
     if not shared and not (said and len(denoisers) < 2):
-        return f"changes none of the others' modules, but {kind.shapes[0][0]} and such"
+        return f"does not change any module that the others change, but {kind.shapes[0][0]} and others"
     own = dict(kind.kernels)
     for name, shape in shared:
         if tuple(shapes[name]) != shape:
@@ -575,10 +579,10 @@ def _misfits(seen: Mapping[str, _Seen], expected: BankRecord) -> dict[str, Netwe
         if one.base and expected.base and base_key(one.base) != base_key(expected.base):
             bad[name] = UsageError(
                 f"{one.path} was trained on {one.base}, the others on {expected.base}.",
-                cure="Make another bank of it, leave it out, or say what the base of all is (--base).",
+                cure="Put it into another bank, leave it out, or name the base of all adapters (--base).",
             )
         elif reason := _fits(one.kind, expected.modules, expected.kernels, bool(one.base and expected.base)):
-            bad[name] = UsageError(f"{one.path} {reason}.", cure="Make another bank of it, or leave it out.")
+            bad[name] = UsageError(f"{one.path} {reason}.", cure="Put it into another bank, or leave it out.")
         elif extra := sorted(dict(one.kind.shapes).keys() - expected.modules.keys()):
             bad[name] = UsageError(
                 f"{one.path} changes also {few(extra)}, which the bank does not.",
@@ -591,7 +595,7 @@ def _refusal(source: Path, bad: Mapping[str, NetweightError], among: int) -> Net
     """One error for all problems; of their kind if they have one."""
     errors = list(bad.values())
     if len(errors) == 1:
-        or_skip = " Or pass skip_bad (--skip-bad) to leave it out." if among > 1 else ""
+        or_skip = " Or leave it out (--skip-bad, in Python skip_bad)." if among > 1 else ""
         return type(errors[0])(errors[0].reason, cure=f"{errors[0].cure or ''}{or_skip}".strip())
     lines = "\n".join(f"  {error}" for error in errors[:_SHOWN])
     more = f"\n  and {len(errors) - _SHOWN} more." if len(errors) > _SHOWN else ""
@@ -599,5 +603,5 @@ def _refusal(source: Path, bad: Mapping[str, NetweightError], among: int) -> Net
     kind = kinds.pop() if len(kinds) == 1 else UsageError
     return kind(
         f"{len(errors)} of {among} adapters in {source} cannot be used:\n{lines}{more}\n",
-        cure="Mend or remove them, or pass skip_bad (--skip-bad) to leave them out.",
+        cure="Repair or remove them, or leave them out (--skip-bad, in Python skip_bad).",
     )

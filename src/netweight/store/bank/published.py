@@ -37,7 +37,7 @@ def published_tensor(path: str | Path) -> Tensor:
     """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
     value = _load(Path(path))
     if not isinstance(value, Tensor):
-        raise UsageError(f"{path} holds a {type(value).__name__}, no tensor.", cure="Name the file of a matrix.")
+        raise UsageError(f"{path} holds a {type(value).__name__}, not a tensor.", cure="Name the file of a matrix.")
     return value
 
 
@@ -93,7 +93,9 @@ def import_published(
         raise UsageError(f"{source} contains no published matrix.", cure=f"Name a file like {MATRIX}.")
     matrix = published_tensor(path)
     if matrix.ndim != 2 or not matrix.is_floating_point():
-        raise UsageError(f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}: no matrix of adapters.")
+        raise UsageError(
+            f"{path} has shape {tuple(matrix.shape)} and dtype {matrix.dtype}, so it is not a matrix of adapters."
+        )
     shapes = read_dimensions(_companion(path, DIMENSIONS)) if dimensions is None else dimensions
     layout = _layout(path, matrix.shape[1], shapes)
     called = model_names(len(matrix)) if names is None else list(names)
@@ -196,7 +198,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
     if start != width:
         raise UsageError(
             f"{path} has rows of {width:,} entries, the shapes take {start:,}.",
-            cure="Matrix and dimensions are of different data: fetch both again.",
+            cure="The matrix and the dimensions do not belong together: fetch both again.",
         )
     located: dict[str, dict[str, str]] = {}
     for name in shapes:
@@ -224,7 +226,7 @@ def _companion(path: Path, name: str) -> Path:
     for place in places:
         if place.is_file():
             return place
-    what = _OTHERWISE if name == DIMENSIONS else "Fetch it, too: it says what the factors are scaled by."
+    what = _OTHERWISE if name == DIMENSIONS else "Fetch this file as well: it contains the scales of the factors."
     raise UsageError(f"There is no {name} beside {path}.", cure=what)
 
 

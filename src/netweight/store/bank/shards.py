@@ -551,7 +551,8 @@ class BankWriter:
         if self._record.modules and self._record.modules is not shapes and dict(self._record.modules) != dict(shapes):
             reason = _misfit(self._record.modules, shapes)
             raise UsageError(
-                f"{names[0]!r} {reason}.", cure="A bank holds adapters of the same modules and shapes: make another."
+                f"{names[0]!r} {reason}.",
+                cure="All adapters of a bank have the same modules and shapes: create another bank.",
             )
         if not (changed := (rows.rank > 0).any(1)).all():
             number = int((~changed).nonzero()[0])

@@ -134,7 +134,7 @@ def experts_joined(changes: Mapping[str, LowRank]) -> dict[str, tuple[LowRank, i
         parameter, number, count = expert
         groups.setdefault(parameter, {})[number] = change
         if counts.setdefault(parameter, count) != count or number >= count:
-            raise CorruptBlob(f"{name} and other experts of {parameter} are not of one model.")
+            raise CorruptBlob(f"{name} and other experts of {parameter} do not belong to one model.")
     joined = {}
     for parameter, experts in groups.items():
         first = next(iter(experts.values()))

@@ -352,7 +352,7 @@ def _diffusers_content(
         component, rest = component_of(module)
         if component == AUTHORS:
             raise UsageError(
-                f"{rest} is in no table of names, so what diffusers calls it is not known.",
+                f"{rest} is not in any table of names, so the name that diffusers uses is not known.",
                 cure="Keep its name (--layout comfyui), or name the architecture (--model NAME).",
             )
         if not component:
@@ -385,7 +385,7 @@ def _naming_for(adapter: Adapter, layout: Layout) -> Naming | None:
     naming = identify_modules(shapes)
     if naming is None and (own := [name for name in shapes if component_of(name)[0] in _DENOISERS]):
         raise UsageError(
-            f"{own[0]} is in no table of names, so what its authors call it is not known.",
+            f"{own[0]} is not in any table of names, so the name that its authors use is not known.",
             cure=f"Choose --layout diffusers, or name the architecture (--model NAME) for --layout {layout}.",
         )
     return naming
@@ -496,7 +496,7 @@ def _place(
         )
     if match is None:
         raise UsageError(
-            f"{name} is not in the table of {naming.title}, so what its authors call it is not known.",
+            f"{name} is not in the table of {naming.title}, so the name that its authors use is not known.",
             cure="Choose --layout diffusers, which keeps its name.",
         )
     if flattened and (naming.kohya == "diffusers" or not published):

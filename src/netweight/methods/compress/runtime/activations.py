@@ -206,7 +206,7 @@ def _checkpoint_hooks() -> tuple[_Pack, _Pack]:
     hooks: tuple[_Pack, _Pack] | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None or not hooks[0].__module__.startswith("torch.utils.checkpoint"):
         raise Unsupported(
-            "compress_recomputed works inside a checkpoint that is not reentrant, and there is none.",
+            "compress_recomputed works only inside a checkpoint that is not reentrant.",
             cure="Pass it as checkpoint(..., use_reentrant=False, context_fn=netweight.compress_recomputed).",
         )
     return hooks

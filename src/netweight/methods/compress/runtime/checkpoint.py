@@ -81,7 +81,7 @@ def save_checkpoint(
         try:
             about = json.dumps({"tied": tied, "optimizer": state, "extra": extra or {}})
         except TypeError as error:
-            raise UsageError(f"The checkpoint {path} cannot hold this: {error}.") from error
+            raise UsageError(f"The checkpoint {path} cannot contain this: {error}.") from error
         writer.add(_ABOUT, numpy.frombuffer(about.encode(), numpy.uint8))
 
 
@@ -118,7 +118,7 @@ def load_checkpoint(
         if missing or surplus:
             raise UsageError(
                 f"The checkpoint {path} is of another model: it lacks {missing[:5]} and has {surplus[:5]} besides.",
-                cure="Make the model as it was made when the checkpoint was saved.",
+                cure="Create the model with the configuration with which the checkpoint was saved.",
             )
         places = {name: prefix + about["tied"].get(name, name) for name in own}
         for name, target in own.items():  # all of them before the first weight changes
@@ -127,7 +127,7 @@ def load_checkpoint(
                 raise UsageError(
                     f"{name} is {torch_dtype(saved.dtype)} of shape {saved.shape} in {path}, and {target.dtype} of "
                     f"shape {tuple(target.shape)} in the model. Nothing was loaded.",
-                    cure="Make the model as it was made when the checkpoint was saved.",
+                    cure="Create the model with the configuration with which the checkpoint was saved.",
                 )
         with torch.no_grad():
             for name, target in own.items():  # one at a time: the memory of one dense weight
@@ -157,6 +157,6 @@ def _refuse_shards(model: nn.Module) -> None:
     for name, value in model.state_dict().items():
         if local_part(value) is not value:
             raise Unsupported(
-                f"{name} is a shard, and a checkpoint in one file is of whole weights.",
+                f"{name} is a shard, but a checkpoint in one file contains whole weights.",
                 cure="Use torch.distributed.checkpoint for sharded models, or gather the weights first.",
             )

@@ -211,7 +211,8 @@ class Status:
         self._words.zero_()
         if found == [cuda.NO_SUCH_ROW, 0]:
             raise IndexError(
-                f"index out of range: an embedding on {self._device} was asked for a row that it has not. Results "
+                f"index out of range: an embedding on {self._device} was asked for a row "
+                "that it does not have. Results "
                 "since the last check are wrong."
             )
         raise CorruptBlob(

@@ -128,11 +128,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         if states not in get_args(States):
-            raise UsageError(f"There is no way {states!r} to keep states.", cure=f"Choose of {get_args(States)}.")
+            raise UsageError(
+                f"states={states!r} is not supported.", cure=f"Choose one of {', '.join(get_args(States))}."
+            )
         if accumulation_steps < 1:
             raise UsageError(f"accumulation_steps is {accumulation_steps}.", cure="Choose 1 or more.")
         if last_pass is not None and accumulation_steps == 1:
-            raise UsageError("last_pass was given, and accumulation_steps is 1.", cure="Give both, or neither.")
+            raise UsageError("last_pass was given, but accumulation_steps is 1.", cure="Give both, or neither.")
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", cure="Choose a positive number, or None.")
         refuse_closures(optimizer_class)
@@ -291,7 +293,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             LayerwiseConflict: Always.
         """
         raise LayerwiseConflict(
-            "A LayerwiseOptimizer takes no groups later.", cure="Close it and make one anew with `groups`."
+            "A LayerwiseOptimizer cannot take further groups.", cure="Close it, and create another one with `groups`."
         )
 
     def close(self) -> None:

@@ -127,7 +127,7 @@ def compress_(
     _refuse_unroundable(weights, precision)
     _refuse_live_optimizers(
         {id(places[0].parameter): places[0].name for places in weights},
-        "Make the optimizer after compress_, which puts other parameters in the place of these.",
+        "Create the optimizer after compress_, which replaces these parameters.",
     )
     names: list[str] = []
     fixed: list[str] = []
@@ -406,8 +406,9 @@ def default_forms() -> dict[str, str]:
     """
     reason = device.no_fixed_because()
     cuda = (
-        'the fixed-length form (prefer="speed") for what is multiplied: 12 of 16 bits, faster than dense at batch 1 to '
-        "32; others the codec's"
+        'the fixed-length form (prefer="speed") for weights that are multiplied (12 of '
+        "16 bits; faster than dense weights "
+        "at batch 1 to 32), the codec's form for others"
         if reason is None
         else f"the codec's form, decoded on the CPU: {reason}"
     )
@@ -450,7 +451,7 @@ def _plan(
             elif isinstance(parameter, CompressedTensor):
                 twice.append(at.name)
             elif (method := _quantized_by(at)) is not None:
-                reason = f"{layer} holds a weight that {method} has quantized"
+                reason = f"{layer} has a weight that {method} has quantized"
                 if at.path in matched:
                     refused.append(f"{at.name} of {layer}, which {method} has quantized")
             elif _kind(at) is None:

@@ -151,7 +151,7 @@ class CompressedStorage:
         if self.lossy:
             raise LossyWrite(
                 f"{self.name or 'A weight'} of shape {self.shape} is kept rounded: nothing can be written into it.",
-                cure="decompress_ the layer first; or train what is added to it, such as adapters.",
+                cure="Call decompress_ for the layer first, or train adapters instead.",
             )
         same = weight.device == self.payload.device
         fits = device.encode_into(weight, self.payload, self.level, self.chunk_log2, fixed=self.fixed) if same else None
@@ -244,7 +244,8 @@ class CompressedStorage:
     def _refuse_to_move(self) -> None:
         if self.payload.is_cpu and self.payload.is_shared():  # type: ignore[no-untyped-call]
             raise UsageError(
-                f"A compressed weight of shape {self.shape} outgrew the memory that it shares with other processes.",
+                f"A compressed weight of shape {self.shape} became larger than the memory that "
+                "it shares with other processes.",
                 cure="Change shared models in one process before sharing, or share a dense model.",
             )
 
@@ -385,7 +386,7 @@ def _read(payload: torch.Tensor, read: Callable[[bool], Result]) -> Result:
         return read(True)
     except CorruptBlob as error:
         name = getattr(payload, _NAME, None)
-        what = "A weight that lies in a file" if name is None else f"The stored tensor {name!r}"
+        what = "A weight in a file" if name is None else f"The stored tensor {name!r}"
         raise damaged(what, error) from error
 
 
