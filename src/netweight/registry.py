@@ -51,14 +51,14 @@ class Argument:
     name: str
     """The name by which `run` receives the value."""
     kind: Kind = "model"
-    """What is given: a "model" is a folder, a file or the id of a model on the Hugging Face hub; "file", "folder" and
-    "path" exist; "new" is written; "flag" is given or not."""
+    """Kind of the value: a "model" is a folder, a file or the id of a model on the Hugging Face hub; "file",
+    "folder" and "path" must exist; "new" is written; "flag" is given or not."""
     help: str = ""
-    """What it is, for an option's help."""
+    """Description for the help."""
     option: str = ""
     """The option's name, such as "--out"; without it the argument is positional."""
     metavar: str = ""
-    """What stands for the value in the help; by default the name in capitals."""
+    """Placeholder of the value in the help; by default the name in capitals."""
     many: bool = False
     """True if several may be given."""
     required: bool = True
@@ -111,9 +111,9 @@ class Result:
     lines: Sequence[str | Rows] = ()
     """Sentences and tables for people, in their order."""
     sections: Sequence[Section] = ()
-    """What was measured; their findings decide the verdict and the exit code."""
+    """Sections of the report; their findings decide the verdict and the exit code."""
     payload: Mapping[str, Any] = field(default_factory=dict)
-    """What `--json` writes, beside findings, verdict and paths."""
+    """JSON values that `--json` writes, in addition to findings, verdict and paths."""
     written: Sequence[Path] = ()
     """Files and folders that were made, the most important first."""
     report: Path | None = None
@@ -132,7 +132,7 @@ class Context:
     """Context of a command: the display of progress, and the caller."""
 
     progress: Progress = QUIET
-    """Where progress is shown."""
+    """Display of the progress."""
     command: str | None = None
     """The command line, for reports and cards."""
 
@@ -148,7 +148,7 @@ class Group:
     name: str
     """The first word."""
     summary: str
-    """What the commands are for, in a line."""
+    """Purpose of the commands, in a line."""
     description: str = ""
     """Further sentences for the group's help."""
 
@@ -165,7 +165,7 @@ class Command(Generic[S]):
     run: Callable[..., Result] | None = None
     """Takes `(settings, context, **arguments)`; without settings `(context, **arguments)`."""
     summary: str = ""
-    """What it does, in a line; by default the first line of the settings' docstring."""
+    """Purpose of the command, in a line; by default the first line of the settings' docstring."""
     description: str = ""
     """Further sentences for its help."""
     example: str = ""
@@ -280,9 +280,9 @@ class CardEntry:
     """Entry of a method in the model's card."""
 
     title: str
-    """In a few words."""
+    """Title, in a few words."""
     text: str
-    """What it means, and what it does not."""
+    """Sentences that state what was done and what this does not show."""
     facts: tuple[tuple[str, str], ...]
     """Names and values."""
     tags: tuple[str, ...]
@@ -329,9 +329,9 @@ class Method(Command[S]):
     reads: Callable[[S], Iterable[Path]] | None = None
     """Takes the settings and returns files that they lead to without naming them, such as the images of a table."""
     takes: tuple[str, ...] = ("model",)
-    """What it can be applied to: kinds that methods before it make."""
+    """Kinds of input that the method can be applied to."""
     makes: str = "model"
-    """What comes out: "model", "bank", "space", "points", "adapters" or "federation"."""
+    """Kind of the result: "model", "bank", "space", "points", "adapters" or "federation"."""
     named: Container[str] | Any = ()
     """Subjects that it knows by name and that are not files here."""
     card: Callable[[Path], CardEntry | None] | None = None

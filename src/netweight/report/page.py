@@ -92,7 +92,7 @@ def page_template(package: str, file: str) -> jinja2.Template:
 
 
 _OUTCOMES = {"holds": ("pass", "✓"), "partly": ("part", "◐"), "broken": ("fail", "✗"), "told": ("none", "–")}
-"""How the outcome of a chapter is colored, and its sign."""
+"""Color and sign of each outcome of a chapter."""
 
 
 def _chapter(chapter: Chapter, number: int, sections: list[dict[str, Any]]) -> dict[str, Any]:

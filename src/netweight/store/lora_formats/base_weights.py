@@ -90,7 +90,7 @@ class BaseWeights:
         self.tensors: dict[str, tuple[Store, tuple[Piece, ...]]] = {}
         """Tensor's name in the files, with the component's folder → its file, and the parameters that it holds."""
         self.authors = False
-        """Whether the denoiser is in its authors' names."""
+        """True if the denoiser is in its authors' names."""
         self._names: dict[int, set[str]] = {}
 
     def __enter__(self) -> Self:

@@ -18,7 +18,7 @@ from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Match, Naming, Piece, flat, namings
 
 Spelling = Literal["kohya", "comfyui", "diffusers", "peft"]
-"""How names are written: flattened behind `lora_unet_`; the authors' with dots; those of diffusers; a plain model's."""
+"""Spellings of names: flattened after `lora_unet_`; the authors' with dots; those of diffusers; a plain model's."""
 
 AUTHORS = "diffusion_model"
 """The component of a module of a diffusion model in no table, under the name that its authors gave it."""
