@@ -192,12 +192,12 @@ def _as_they_come(keys: list[str], items: Sequence[C], results: Iterator[Result[
 
 def _in_order(keys: list[str], items: Sequence[C], results: Iterator[Result[C]]) -> Iterator[Result[C]]:
     """Hold results back until those before them have been yielded."""
-    known: dict[str, Result[C]] = {}
+    remembered: dict[str, Result[C]] = {}
     for key, item in zip(keys, items, strict=True):
-        while key not in known:
+        while key not in remembered:
             result = next(results)
-            known[result.digest] = result
-        held = known[key]
+            remembered[result.digest] = result
+        held = remembered[key]
         yield Result(item, key, held.value, held.error, held.seconds, held.remembered)
 
 

@@ -207,11 +207,11 @@ class Command(Generic[S]):
         exclude = getattr(settings, "exclude", ())
         models = [each.name for each in self.arguments if each.kind == "model" and arguments.get(each.name)]
         named = () if not isinstance(self, Method) else value_of(self.named)
-        found = {
+        parameters = {
             name: Path(text) if text in named else local_model(text, exclude=exclude)
             for name, text in ((name, str(arguments[name])) for name in models)
         }
-        return self.perform(settings, context, {**arguments, **found})
+        return self.perform(settings, context, {**arguments, **parameters})
 
     def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
         """Run the command on checked settings and arguments.
@@ -493,8 +493,8 @@ def register(entry: Entry) -> None:
 
 def points(group: str) -> list[EntryPoint]:
     """Return the entry points of a group, netweight's own first; nothing is imported."""
-    found = entry_points(group=group)
-    return sorted(found, key=lambda point: not is_own(point))
+    points_of_group = entry_points(group=group)
+    return sorted(points_of_group, key=lambda point: not is_own(point))
 
 
 def is_own(point: EntryPoint) -> bool:
@@ -522,13 +522,13 @@ def line_of(entry: Entry) -> str:
 
 def commands(word: str | None = None) -> Mapping[str, Command[Any]]:
     """Return all commands by name, or those whose first word this is; others are not imported."""
-    found = [entry for entry in _REGISTERED.values() if word in (None, entry.name.split()[0])]
+    entries = [entry for entry in _REGISTERED.values() if word in (None, entry.name.split()[0])]
     for group in (METHODS, ATTACKS):
         for point in points(group):
             first = "attack" if group == ATTACKS else point.name
             if word in (None, first):
-                found += loaded(point)
-    return {entry.name: entry for entry in found if isinstance(entry, Command)}
+                entries += loaded(point)
+    return {entry.name: entry for entry in entries if isinstance(entry, Command)}
 
 
 def groups() -> Mapping[str, Group]:
@@ -546,12 +546,12 @@ def command(name: str) -> Command[Any]:
     Raises:
         NameNotFound: There is no such command.
     """
-    found = commands(name.split()[0]) if name.split() else {}
-    if name not in found:
+    entries = commands(name.split()[0]) if name.split() else {}
+    if name not in entries:
         from netweight.core.names import not_found
 
         raise not_found(f"There is no command {name!r}.", name, commands())
-    return found[name]
+    return entries[name]
 
 
 def known_methods() -> Mapping[str, Method[Any]]:

@@ -907,16 +907,16 @@ class _SetOption(click.Option):
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Offer the keys, those of the chosen variants included, and after `KEY=` the values of a choice."""
-        known = {leaf.place: leaf for leaf in self.fields.values()}
+        leaves = {leaf.place: leaf for leaf in self.fields.values()}
         for variants, name in _chosen_names(ctx, self.fields):
-            known |= {leaf.place: leaf for leaf in variant_leaves(variants, name)}
+            leaves |= {leaf.place: leaf for leaf in variant_leaves(variants, name)}
         key, equals, start = incomplete.partition("=")
         if not equals:
-            return [CompletionItem(f"{place}=", help=leaf.field.description) for place, leaf in known.items()
+            return [CompletionItem(f"{place}=", help=leaf.field.description) for place, leaf in leaves.items()
                     if place.startswith(key)]  # fmt: skip
         choices: Sequence[Any] = ()
-        if key in known:
-            leaf = known[key]
+        if key in leaves:
+            leaf = leaves[key]
             choices = (leaf.variants and list(leaf.variants)) or (
                 get_args(leaf.kind) if get_origin(leaf.kind) is Literal else ("true", "false") * (leaf.kind is bool)
             )
@@ -1063,20 +1063,22 @@ def _assignment(text: str, fields: Mapping[str, Leaf], values: Mapping[str, Any]
     if not equals:
         raise UsageError(f"--set {text!r} has no value.", cure="Write it as KEY=VALUE.")
     place = _underscored(key.strip())
-    known = {_underscored(leaf.place): leaf for leaf in fields.values()}
+    leaves = {_underscored(leaf.place): leaf for leaf in fields.values()}
     for leaf in fields.values():
         if leaf.variants is None:
             continue
         name = place.removeprefix(_underscored("".join(f"{part}." for part in leaf.path[:-1]))).partition(".")[0]
         if variant := leaf.variants.canonical(name):
-            known |= {_underscored(each.place): each for each in variant_leaves(leaf.variants, variant, leaf.path[:-1])}
-    if place not in known:
-        outer = next((leaf for each, leaf in known.items() if each.startswith(f"{place}.")), None)
+            leaves |= {
+                _underscored(each.place): each for each in variant_leaves(leaf.variants, variant, leaf.path[:-1])
+            }
+    if place not in leaves:
+        outer = next((leaf for each, leaf in leaves.items() if each.startswith(f"{place}.")), None)
         if outer is None:
             raise _no_such_setting(text, place, fields, values)
         return outer.path[: place.count(".") + 1], _scalar(value)
-    as_written = _is_text(known[place].kind) and value != "null"
-    return known[place].path, value if as_written or known[place].variants else _scalar(value)
+    as_written = _is_text(leaves[place].kind) and value != "null"
+    return leaves[place].path, value if as_written or leaves[place].variants else _scalar(value)
 
 
 def _underscored(place: str) -> str:
@@ -1085,15 +1087,15 @@ def _underscored(place: str) -> str:
 
 def _no_such_setting(text: str, place: str, fields: Mapping[str, Leaf], values: Mapping[str, Any]) -> NetweightError:
     """The error for an unknown key, which names the settings of the chosen variants, too."""
-    known = list(fields)
+    places = list(fields)
     for leaf in fields.values():
         name = values.get(leaf.place, leaf.default) if leaf.variants is not None else None
         if leaf.variants is not None and isinstance(name, str) and name in leaf.variants:
-            known += [each.place for each in variant_leaves(leaf.variants, name, leaf.path[:-1])]
-    same = [each for each in known if _underscored(each).rpartition(".")[2] == place]
+            places += [each.place for each in variant_leaves(leaf.variants, name, leaf.path[:-1])]
+    same = [each for each in places if _underscored(each).rpartition(".")[2] == place]
     if same:
         return NameNotFound(f"--set {text!r}: there is no setting {place!r}.", cure=f"Write it as {same[0]}.")
-    return not_found(f"--set {text!r}: there is no setting {place!r}.", place, known)
+    return not_found(f"--set {text!r}: there is no setting {place!r}.", place, places)
 
 
 def _put(values: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -183,7 +183,7 @@ def test_after_ctrl_c_the_same_command_continues(model, tmp_path):
     code, said = interrupted("compress", "m", "net", at=4)
     assert code == cli.INTERRUPTED == 130, said
     assert "The same command continues where this one stopped" in said
-    assert "remove .net.netweight-part" in said
+    assert "delete .net.netweight-part" in said
     answer = run("compress", "m", "net")
     assert "finished by an earlier, interrupted run" in answer.stdout
     run("compress", "m", "expected")
@@ -233,7 +233,7 @@ def test_models_that_cannot_be_had_are_named_with_the_cure(tmp_path, name):
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path / "cache")}
     answer = in_a_process("compress", name, tmp_path / "out", **offline)
     assert answer.returncode == 2
-    assert answer.stderr.startswith(f"Error: {name} is not a path here")
+    assert answer.stderr.startswith(f"Error: {name} is not an existing path")
     assert "Check the path" in answer.stderr
     assert not (tmp_path / "out").exists()
 

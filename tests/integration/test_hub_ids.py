@@ -141,7 +141,7 @@ def test_commands_of_every_method_take_an_id(calls, tmp_path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("some/nothing", "There is no model some/nothing on the hub that you may see"),
+        ("some/nothing", "There is no model some/nothing on the hub, or it is private"),
         ("gated/model", "The model gated/model is gated"),
         ("some/language@v9", "The model some/language on the hub has no revision v9"),
         ("some/gguf", "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf"),

@@ -435,7 +435,7 @@ def test_damage_is_found(folder, tmp_path, compress):
     values["shards"][0]["names"][0] = "2"
     for text in ("{", "[]", json.dumps(values)):
         record.write_text(text)
-        with pytest.raises(CorruptBlob, match="no record of version 1 of a bank"):
+        with pytest.raises(CorruptBlob, match="not a record of a bank in version 1"):
             AdapterBank.open(tmp_path / "bank")
 
 

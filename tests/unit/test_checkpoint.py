@@ -94,9 +94,9 @@ def test_a_record_is_read_by_its_version_alone(tmp_path):
     path = tmp_path / "new" / "record.json"
     write_record(path, {"steps": 3, "loss": float("inf")}, version=2)
     assert read_record(path, dict, version=2, of="work") == {"steps": 3, "loss": float("inf")}
-    with pytest.raises(CorruptBlob, match="no record of version 1 of work"):
+    with pytest.raises(CorruptBlob, match="not a record of work in version 1"):
         read_record(path, dict, version=1, of="work")
-    with pytest.raises(CorruptBlob, match="no record of version 2 of work"):
+    with pytest.raises(CorruptBlob, match="not a record of work in version 2"):
         read_record(path, lambda values: values["absent"], version=2, of="work")
     path.write_text("[]")
     with pytest.raises(CorruptBlob):

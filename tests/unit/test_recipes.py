@@ -118,7 +118,7 @@ def test_problems_of_files_are_told_beside_others():
 
 
 def test_treatments_follow_what_they_take():
-    with pytest.raises(UsageError, match=r"treatments\.1\.space-sample: needs a space, .* before it makes a model"):
+    with pytest.raises(UsageError, match=r"treatments\.1\.space-sample: needs a space, .* before it produces a model"):
         read_recipe(write(GOOD.replace("repeat: {times: 3}", "space-sample")))
 
 
@@ -210,8 +210,8 @@ output: recipe.yaml
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "empty or no mapping"),
-        ("- a", "empty or no mapping"),
+        ("", "empty or not a mapping"),
+        ("- a", "empty or not a mapping"),
         ("a: [", "not valid YAML"),
         ("subject: a\nsubject: b", "given twice"),
         ("? [a]\n: b", "not valid YAML"),
@@ -325,5 +325,5 @@ def test_some_chapters_and_what_is_wrong_with_them():
         read_recipe(write(CHAPTERS.replace("times: 3", "times: many")))
     with pytest.raises(UsageError, match=r"chapters\.once\.question: is missing"):
         read_recipe(write(CHAPTERS.replace("    question: How long is it?\n", "", 1)))
-    with pytest.raises(UsageError, match=r"chapters\.once: a chapter is a mapping"):
+    with pytest.raises(UsageError, match=r"chapters\.once: a chapter must be a mapping"):
         read_recipe(write("title: Both\noutput: out\nchapters: {once: 3}"))

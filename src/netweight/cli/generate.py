@@ -47,10 +47,10 @@ def command_of(name: str) -> click.Command | None:
     group = groups().get(name)
     if group is not None:
         return _Group(group)
-    found = commands(name)
-    if name in found:
-        return _Generated(found[name])
-    return _Group(Group(name, "")) if found else None
+    registrations = commands(name)
+    if name in registrations:
+        return _Generated(registrations[name])
+    return _Group(Group(name, "")) if registrations else None
 
 
 class _Group(click.Group):
@@ -65,8 +65,8 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one command."""
-        found = commands(self.name).get(f"{self.name} {cmd_name}")
-        return None if found is None else _Generated(found)
+        command = commands(self.name).get(f"{self.name} {cmd_name}")
+        return None if command is None else _Generated(command)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -85,13 +85,13 @@ class _Group(click.Group):
 
     def _lines(self) -> dict[str, str]:
         if self.name == ATTACK.name:
-            found = {}
+            lines = {}
             for point in points(ATTACKS):
                 if is_own(point):
-                    found[point.name] = next(e.line for e in loaded(point) if isinstance(e, Command))
+                    lines[point.name] = next(e.line for e in loaded(point) if isinstance(e, Command))
                 elif point.dist is not None:
-                    found[point.name] = point.dist.metadata["Summary"]
-            return found | {each.words[1]: each.line for each in registered() if isinstance(each, Attack)}
+                    lines[point.name] = point.dist.metadata["Summary"]
+            return lines | {each.words[1]: each.line for each in registered() if isinstance(each, Attack)}
         return {name.split(maxsplit=1)[1]: each.line for name, each in commands(self.name).items() if " " in name}
 
 

@@ -262,12 +262,12 @@ def decode_fixed_rows(payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     tiles = _tiles(payload, layout, 0, layout.tile_rows)[rows // TILE_ROWS]
     bits = torch.empty(len(rows) * TILE_ROWS, layout.columns, dtype=torch.int16, device=payload.device)
     _read_tiles(tiles, layout, bits)
-    found = bits.view(len(rows), TILE_ROWS, layout.columns)[torch.arange(len(rows)), rows % TILE_ROWS]
+    tile_rows = bits.view(len(rows), TILE_ROWS, layout.columns)[torch.arange(len(rows)), rows % TILE_ROWS]
     first = payload[layout.first_at : layout.escapes_at].view(torch.int32)
     for place, (begin, end) in enumerate(torch.stack([first[rows], first[rows + 1]], 1).tolist()):
         escapes = payload[layout.escapes_at + 4 * begin : layout.escapes_at + 4 * end].view(torch.int16).view(-1, 2)
-        found[place, escapes[:, 0].to(torch.int64) & 0xFFFF] = escapes[:, 1]
-    return found.view(*ids.shape, layout.columns).view(torch.bfloat16)
+        tile_rows[place, escapes[:, 0].to(torch.int64) & 0xFFFF] = escapes[:, 1]
+    return tile_rows.view(*ids.shape, layout.columns).view(torch.bfloat16)
 
 
 def check_fixed(payload: torch.Tensor) -> FixedLayout:
@@ -407,12 +407,12 @@ def order_of(
     with torch.no_grad():  # whether a weight requires a gradient decides how torch folds inputs that are not contiguous
         weights = [weight, weight.clone().requires_grad_()] if strided else [weight]
         wanted = [[F.linear(asked, each, bias).reshape(inputs, rows) for each in weights] for bias in biases]
-    found = torch.empty(inputs, rows, dtype=torch.bfloat16)
+    output = torch.empty(inputs, rows, dtype=torch.bfloat16)
     for order in known:
         same = []
         for bias, each in zip(biases, wanted, strict=True):
-            multiply(weight, rows, x, bias, order, found, threads)
-            same += [torch.equal(found, one) for one in each]
+            multiply(weight, rows, x, bias, order, output, threads)
+            same += [torch.equal(output, one) for one in each]
         if all(same):
             return order
     return None

@@ -627,5 +627,5 @@ def _read_packed(reader: Reader, count: int) -> Bytes:
 def _of_width(widths: Counts) -> list[tuple[int, Counts, Counts]]:
     """For each width from 1 to 8: the blocks that have it, and where their bytes are."""
     ends = 8 * np.cumsum(widths)
-    found = [(width, np.flatnonzero(widths == width)) for width in range(1, 9)]
-    return [(width, here, (ends[here] - 8 * width)[:, None] + np.arange(8 * width)) for width, here in found]
+    by_width = [(width, np.flatnonzero(widths == width)) for width in range(1, 9)]
+    return [(width, here, (ends[here] - 8 * width)[:, None] + np.arange(8 * width)) for width, here in by_width]

@@ -97,7 +97,7 @@ def import_named(name: str, what: str) -> Any:
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does; it stays, since what is imported may import its neighbors later
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
             raise UsageError(
@@ -116,13 +116,13 @@ def import_named(name: str, what: str) -> Any:
             cure=f"For the full error, run: python -c 'import {module}'",
         ) from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(value, part):
             raise UsageError(
-                f"{what} {name!r} cannot be imported: {getattr(found, '__name__', module)} has no {part!r}.",
+                f"{what} {name!r} cannot be imported: {getattr(value, '__name__', module)} has no {part!r}.",
                 cure=f"The module lies in {getattr(sys.modules[module], '__file__', module)}.",
             )
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 @contextmanager

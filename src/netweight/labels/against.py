@@ -135,10 +135,10 @@ def base_group(facts: BaseFacts, name: str) -> Group:
         Row(key="base_changed", title="Tensors that differ", value=f"{len(changed):,}", number=len(changed),
             unit="tensors"),
     ]  # fmt: skip
-    known = [tensor for tensor in compared if not math.isnan(tensor.change)]
-    norm = sum(tensor.norm for tensor in known)
+    comparable = [tensor for tensor in compared if not math.isnan(tensor.change)]
+    norm = sum(tensor.norm for tensor in comparable)
     if norm:
-        relative = math.sqrt(sum(tensor.change for tensor in known) / norm)
+        relative = math.sqrt(sum(tensor.change for tensor in comparable) / norm)
         rows.append(Row(
             key="base_distance", title="Size of the change", value=percent(relative), number=100 * relative,
             unit="percent", indent=1, basis="norm of the difference over the norm of the base",

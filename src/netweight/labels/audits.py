@@ -289,9 +289,9 @@ def run_audits(
         folder = request.folder / audit.command.replace(" ", "-")
         progress.note(f"{audit.title}: {audit.line}, at most {max(left, 0) / 60:.1f} minutes.")
         end = run_apart(audit.command, subject.path, folder, given, seconds=left, shown=progress.mode != "off")
-        made, found = _rows_of(audit, end, request)
+        made, new_sections = _rows_of(audit, end, request)
         rows += made
-        sections += found
+        sections += new_sections
     return Audited(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
 
 

@@ -303,19 +303,19 @@ def _variant_of(name: str) -> str | None:
 
 def _adapters_of(folder: Path, above: frozenset[Path] = frozenset()) -> list[Path]:
     """The adapters in a folder and its subfolders: files, and folders of peft; a link to a folder above is left out."""
-    found: list[Path] = []
+    folders: list[Path] = []
     above |= {folder.resolve()}
     for entry in sorted(folder.iterdir()):
         if entry.name.startswith(".") or entry.resolve() in above:
             continue
         if entry.is_dir():
             if (entry / "adapter_config.json").is_file():
-                found.append(entry)
+                folders.append(entry)
             elif not (entry / "config.json").is_file() and not (entry / "model_index.json").is_file():
-                found += _adapters_of(entry, above)
+                folders += _adapters_of(entry, above)
         elif entry.suffix == ".safetensors" and is_adapter_file(entry):
-            found.append(entry)
-    return found
+            folders.append(entry)
+    return folders
 
 
 def title_of(subject: Subject) -> str:

@@ -218,8 +218,8 @@ class ImmunizeTrainer(Trainer):
     def _balance(self) -> dict[str, float]:
         """Weights that were found by gradient norms; checkpoints hold them, so that these go on to the same bits."""
         state: Any = self.state
-        found: dict[str, float] = state.stateful_callbacks.setdefault("netweight.balance", {})
-        return found
+        balance: dict[str, float] = state.stateful_callbacks.setdefault("netweight.balance", {})
+        return balance
 
     def _kept(self, rows: int) -> Batch | None:
         """Return the retained rows, as many as there are pairs."""
@@ -279,9 +279,9 @@ def _group_of(trainer: Trainer) -> ProcessGroup:
     """The processes that the launcher has started."""
     accelerator = trainer.accelerator
     kind = accelerator.distributed_type.value
-    known = kind == "NO" or kind.startswith("MULTI_") or accelerator.is_fsdp2
+    supported = kind == "NO" or kind.startswith("MULTI_") or accelerator.is_fsdp2
     split = max(trainer.get_tp_size(), trainer.get_cp_size(), trainer.get_sp_size()) > 1
-    if trainer.args.n_gpu > 1 or not known or split:
+    if trainer.args.n_gpu > 1 or not supported or split:
         how = "parallel tensors or sequences" if split else f"{trainer.args.n_gpu} devices in one process, or {kind}"
         raise Unsupported(
             f"ImmunizeTrainer does not train by {how}.",

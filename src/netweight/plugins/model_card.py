@@ -19,8 +19,8 @@ from netweight.report.verdict import decide
 
 def entries_of(folder: Path) -> list[CardEntry]:
     """Return what was done to a model, in no order of time: records do not know of each other."""
-    found = (method.card(folder) for method in known_methods().values() if method.card is not None)
-    return [entry for entry in found if entry is not None]
+    entries = (method.card(folder) for method in known_methods().values() if method.card is not None)
+    return [entry for entry in entries if entry is not None]
 
 
 CARD = "README.md"
@@ -91,9 +91,9 @@ def _evidence(report: Report) -> list[str]:
     if report.summary:
         lines += ["", report.summary]
     for section in report.sections:
-        found = render_markdown(section)
-        if found:
-            lines += ["", f"### {section.title}", "", *found]
+        lines_of_section = render_markdown(section)
+        if lines_of_section:
+            lines += ["", f"### {section.title}", "", *lines_of_section]
     if report.provenance.command:
         lines += ["", f"Made by: `{report.provenance.command}`"]
     return [*lines, ""]

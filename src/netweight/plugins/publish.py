@@ -155,8 +155,8 @@ def _places(folder: Path) -> Iterator[str]:
     card = folder / CARD
     if card.is_file():
         text = card.read_text(encoding="utf-8", errors="replace")
-        found = {*_PLACE.findall(text), *(place for place in here if f"{place}/" in text)}
-        yield from (f"{CARD}: {place}" for place in sorted(found))
+        places = {*_PLACE.findall(text), *(place for place in here if f"{place}/" in text)}
+        yield from (f"{CARD}: {place}" for place in sorted(places))
 
 
 def _texts(value: Any) -> Iterator[str]:

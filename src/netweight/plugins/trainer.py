@@ -213,14 +213,14 @@ def _refuse_incomplete(checkpoint: Path) -> None:
 
 def _last_complete(folder: str) -> str:
     """The complete checkpoint of most steps."""
-    found = {
+    checkpoints = {
         int(path.name.removeprefix(_CHECKPOINT)): path
         for path in Path(folder).glob(f"{_CHECKPOINT}*")
         if path.name.removeprefix(_CHECKPOINT).isdecimal() and _is_complete(path)
     }
-    if not found:
+    if not checkpoints:
         raise UsageError(f"{folder} contains no complete checkpoint.", cure="Train without resume_from_checkpoint.")
-    return str(found[max(found)])
+    return str(checkpoints[max(checkpoints)])
 
 
 # ---- weights of a checkpoint, for any Trainer ------------------------------------------------------------------------

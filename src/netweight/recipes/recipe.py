@@ -150,14 +150,14 @@ class _Chapters(Settings):
 
 def outlines() -> dict[str, dict[str, Any]]:
     """Return the JSON schemas of the keys of a recipe, of one of chapters, and of a chapter; lists are left open."""
-    found = {}
+    schemas = {}
     for name, kind in (("recipe", _Recipe), ("chapters", _Chapters), ("chapter", _Chapter)):
         schema = kind.model_json_schema()
         schema.pop("title")
         for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
             schema["properties"].get(key, {}).pop("default", None)
-        found[name] = {**schema, "description": str(kind.__doc__), "additionalProperties": False}
-    return found
+        schemas[name] = {**schema, "description": str(kind.__doc__), "additionalProperties": False}
+    return schemas
 
 
 def read_mapping(path: Path, needs: str) -> dict[str, Any]:
@@ -217,10 +217,10 @@ def _read_chapters(content: dict[str, Any], problems: list[str]) -> Recipe | Non
 
 def _chapters_of(recipe: Recipe, only: Sequence[str]) -> Recipe:
     """The recipe with these chapters alone, in its own order."""
-    known = [chapter.name for chapter in recipe.chapters]
+    names = [chapter.name for chapter in recipe.chapters]
     for name in only:
-        if name not in known:
-            raise not_found(f"The recipe has no chapter {name!r}.", name, known, f"It has: {known}.")
+        if name not in names:
+            raise not_found(f"The recipe has no chapter {name!r}.", name, names, f"It has: {names}.")
     return replace(recipe, chapters=tuple(chapter for chapter in recipe.chapters if chapter.name in only))
 
 
@@ -229,29 +229,29 @@ def _read_steps(
 ) -> Recipe | None:
     """Check the keys of a recipe, or of a chapter of this name."""
     kind: type[_Steps] = _Chapter if name else _Recipe
-    found: list[str] = []
-    fields: Any = kind.checked(content, "", found)
+    all_problems: list[str] = []
+    fields: Any = kind.checked(content, "", all_problems)
     if fields is None:  # what is unknown need not hide what else is wrong
         fields = kind.checked({key: content[key] for key in content if key in kind.model_fields}, "", [])
     if "treatments" not in content and "attacks" not in content:
-        found.append("the recipe has neither treatments nor attacks, and needs at least one of them.")
-    treatments = _chosen(content, "treatments", known_methods(), found)
-    attacks = _chosen(content, "attacks", known_attacks(), found)
+        all_problems.append("the recipe has neither treatments nor attacks, and needs at least one of them.")
+    treatments = _chosen(content, "treatments", known_methods(), all_problems)
+    attacks = _chosen(content, "attacks", known_attacks(), all_problems)
     recipe = None
     if fields is not None:
         texts: Any = {key: getattr(fields, key, "") for key in ("title", "summary", "question", "intro")}
         recipe = Recipe(
-            _subject(fields.subject, found), treatments, attacks, fields.audits, output or Path(fields.output),
+            _subject(fields.subject, all_problems), treatments, attacks, fields.audits, output or Path(fields.output),
             fields.seed, name, **texts,
         )  # fmt: skip
-        found += _path_problems(recipe)
-        found += _placeholder_problems(fields.placeholders)
-        found += _chain_problems(recipe)
+        all_problems += _path_problems(recipe)
+        all_problems += _placeholder_problems(fields.placeholders)
+        all_problems += _chain_problems(recipe)
         if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
-            found += _audit_problems(recipe)
+            all_problems += _audit_problems(recipe)
             if len(attacks) == len(fields.attacks):
-                found += _work_problems(recipe)
-    problems += [f"chapters.{name}.{problem}" if name else problem for problem in found]
+                all_problems += _work_problems(recipe)
+    problems += [f"chapters.{name}.{problem}" if name else problem for problem in all_problems]
     return recipe
 
 
@@ -279,8 +279,8 @@ def _chosen(
     """Check the entries of a list; those that are wrong are left out, and problems say why."""
     listed = content.get(key)
     entries = listed if isinstance(listed, list) else []
-    found = [choose(entry, known, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
-    return tuple(each for each in found if each is not None)
+    chosen = [choose(entry, known, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
+    return tuple(each for each in chosen if each is not None)
 
 
 def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = None) -> UsageError:
@@ -362,11 +362,11 @@ def _work_problems(recipe: Recipe) -> list[str]:
 
 
 def _audit_problems(recipe: Recipe) -> list[str]:
-    known = sorted({name for chosen in recipe.treatments for name in chosen.what.runnable})
+    audits = sorted({name for chosen in recipe.treatments for name in chosen.what.runnable})
     return [
-        f"audits: no treatment of this recipe has an audit {name!r}. {nearest(name, known, 2)}"
+        f"audits: no treatment of this recipe has an audit {name!r}. {nearest(name, audits, 2)}"
         for name in (recipe.audits if recipe.audits != "all" else ())
-        if name not in known
+        if name not in audits
     ]
 
 

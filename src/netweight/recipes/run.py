@@ -125,14 +125,14 @@ class Plan:
         # The subject and the files that settings name are read, and the ledger is; nothing is written.
         keys = keys_of(self, progress)[1]
         with Job.open(self.recipe.output, reading=True) as job:
-            found = [
+            states = [
                 Known(
                     job.recorded(LEDGER, key) is not None and self.result(step, key).exists(),
                     tuple(name for name in step.audits if section_of(job, audit_key(key, name, self)) is None),
                 )
                 for step, key in zip(self.steps, keys, strict=False)
             ]
-            return found + [Known(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
+            return states + [Known(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
     def result(self, step: Step, key: Key) -> Path:
         """Return the folder of a treatment's result; another input or setting has another folder."""
@@ -218,9 +218,9 @@ def digest_of(path: Path, progress: Progress = QUIET) -> str:
 
 def _contents(config: Any, reads: Callable[[Any], Iterable[Path]] | None, progress: Progress) -> dict[str, Any]:
     """Digests of what settings name, and of the files that these lead to: another content makes another step."""
-    found: dict[str, Any] = _digests(config, progress) or {}
+    digests: dict[str, Any] = _digests(config, progress) or {}
     further = [] if reads is None else [digest_of(file, progress) for file in reads(config)]
-    return {**found, "reads": further} if further else found
+    return {**digests, "reads": further} if further else digests
 
 
 def _digests(value: Any, progress: Progress) -> Any:
@@ -455,9 +455,9 @@ def _audit(
 
 
 def _say(done: Done, say: Callable[[str], object], before: str) -> None:
-    known = " (done by an earlier run)" if done.remembered else ""
+    earlier = " (done by an earlier run)" if done.remembered else ""
     told = " ".join(section.conclusion for section in done.sections.values() if section.conclusion)
-    say(f"{before}{done.step.verb}{known}: {told or 'done.'}")
+    say(f"{before}{done.step.verb}{earlier}: {told or 'done.'}")
 
 
 def _shown(done: Done, plan: Plan) -> list[Section]:

@@ -296,8 +296,8 @@ def _heat(axes: Axes, values: list[list[float]], digits: int) -> None:
     import numpy as np
 
     table = np.ma.masked_invalid(np.array(values))
-    known = table.compressed()
-    low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+    numbers = table.compressed()
+    low, high = (float(numbers.min()), float(numbers.max())) if numbers.size else (0.0, 1.0)
     middle = (low + high) / 2
     mesh = axes.pcolormesh(
         np.arange(table.shape[1] + 1), np.arange(table.shape[0] + 1), table, cmap="viridis", vmin=low, vmax=high

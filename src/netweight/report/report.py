@@ -89,9 +89,9 @@ class Report(BaseModel):
 
     @model_validator(mode="after")
     def _sections_name_their_chapters(self) -> Self:
-        known = {chapter.title for chapter in self.chapters}
+        titles = {chapter.title for chapter in self.chapters}
         for section in self.sections:
-            if section.chapter not in known and (section.chapter or known):
+            if section.chapter not in titles and (section.chapter or titles):
                 raise ValueError(f"section {section.title!r} belongs to no chapter of the report")
         return self
 

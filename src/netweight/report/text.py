@@ -99,8 +99,8 @@ class Conclusion:
 
     def __call__(self, findings: Iterable[Finding], **facts: str) -> Words:
         """Return the outcome and the words."""
-        found = list(findings)
-        judged = [criterion.judge(found) for criterion in self.criteria]
+        measured = list(findings)
+        judged = [criterion.judge(measured) for criterion in self.criteria]
         unmeasured = [name for _, names in judged for name in names]
         if unmeasured:
             failed = any(isinstance(criterion, AllTargets) for criterion in self.criteria)
@@ -119,8 +119,8 @@ def by_targets(name: str, *, met: str, missed: str) -> Conclusion:
 
 def worst(outcomes: Iterable[Outcome | None]) -> Outcome | None:
     """Return the worst of some outcomes; None if there is none."""
-    found = [each for each in outcomes if each is not None]
-    return min(found, key=("broken", "partly", "told", "holds").index) if found else None
+    stated = [each for each in outcomes if each is not None]
+    return min(stated, key=("broken", "partly", "told", "holds").index) if stated else None
 
 
 def known() -> Mapping[str, Conclusion]:

@@ -193,8 +193,8 @@ class StoredFile:
         """Return what rounding did to a tensor; None if it is not rounded."""
         if self.description is None:
             return None
-        found = self._blob_info(name)
-        return None if found.mantissa_bits is None else found
+        info = self._blob_info(name)
+        return None if info.mantissa_bits is None else info
 
     def content(self, name: str, *, threads: int = 1, check: bool = True) -> Any:
         """The tensor's own bytes, decoded if need be: a contiguous buffer, whatever the dtype."""
@@ -254,10 +254,10 @@ class StoredFile:
             with self._named(name):
                 info = self._blob_info(name)
                 _refuse_inflated(info.nbytes, self._spans[name].nbytes)
-                found = Original(info.dtype, tuple(info.shape), info.digest)
-                if not self.description.fits(self._at[name], found.digest):
+                original = Original(info.dtype, tuple(info.shape), info.digest)
+                if not self.description.fits(self._at[name], original.digest):
                     raise CorruptBlob("the payload is that of another tensor.")
-                self._originals[name] = found
+                self._originals[name] = original
         return self._originals[name]
 
     @cached_property
@@ -375,10 +375,11 @@ class StoredFile:
         if name not in self._decoders or (below := self.beneath(name)) is None:
             return
         info = self._blob_info(name)
-        found = codec.digest_of(below[0].content(below[1]), info.dtype, chunk_log2=info.chunk_log2)
-        if found != info.base_digest:
+        digest = codec.digest_of(below[0].content(below[1]), info.dtype, chunk_log2=info.chunk_log2)
+        if digest != info.base_digest:
             raise UsageError(
-                f"{self.path} is not made from {below[0].path}: tensor {name!r} there has digest {found}, here it is a "
+                f"{self.path} is not made from {below[0].path}: tensor {name!r} there has "
+                f"digest {digest}, here it is a "
                 f"difference from {info.base_digest}.",
                 cure="Give the base that it was made from: base=, --base, or the variable NETWEIGHT_BASE.",
             )

@@ -136,10 +136,10 @@ def _text() -> str:
 
 def _check(only: Sequence[str] | None) -> None:
     """Refuse before any work what is not there."""
-    known = list(yaml.safe_load(_text())["chapters"])
+    chapters = list(yaml.safe_load(_text())["chapters"])
     for name in only or ():
-        if name not in known:
-            raise not_found(f"The tour has no chapter {name!r}.", name, known, f"There are {', '.join(known)}.")
+        if name not in chapters:
+            raise not_found(f"The tour has no chapter {name!r}.", name, chapters, f"There are {', '.join(chapters)}.")
     absent = [need for need in _NEEDS if importlib.util.find_spec(need) is None]
     if absent:
         raise MissingExtra(

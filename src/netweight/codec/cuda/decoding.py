@@ -82,26 +82,26 @@ def layout_of(blob: Tensor) -> BlobLayout:
         end = header.index_end(beginning, size)
         if end > len(beginning):
             beginning = blob[:end].cpu().numpy()
-        found = header.read_header(beginning, size=size)
-    dtype = torch_dtype(found.element.name)
-    if found.base_digest:
+        fields = header.read_header(beginning, size=size)
+    dtype = torch_dtype(fields.element.name)
+    if fields.base_digest:
         raise Unsupported("A blob that holds differences is decoded on the CPU.", cure="Decode it with its base first.")
-    if found.nbytes == 0:
-        empty_tensor(dtype, found.shape)  # raises for a shape that torch refuses
-    chunks = len(found.chunk_starts) - 1
+    if fields.nbytes == 0:
+        empty_tensor(dtype, fields.shape)  # raises for a shape that torch refuses
+    chunks = len(fields.chunk_starts) - 1
     return BlobLayout(
         dtype=dtype,
-        shape=found.shape,
-        nbytes=found.nbytes,
-        numbers=found.numbers,
-        chunk_log2=found.chunk_log2,
+        shape=fields.shape,
+        nbytes=fields.nbytes,
+        numbers=fields.numbers,
+        chunk_log2=fields.chunk_log2,
         chunks=chunks,
-        index_at=found.chunk_starts[0] - (4 if found.version == 1 else 12) * chunks,
-        payload_at=found.chunk_starts[0],
+        index_at=fields.chunk_starts[0] - (4 if fields.version == 1 else 12) * chunks,
+        payload_at=fields.chunk_starts[0],
         size=size,
-        level=LEVELS[found.level],
-        starts=torch.from_numpy(np.array(found.chunk_starts, np.int64)).to(blob.device),
-        new_modes=found.new_modes,
+        level=LEVELS[fields.level],
+        starts=torch.from_numpy(np.array(fields.chunk_starts, np.int64)).to(blob.device),
+        new_modes=fields.new_modes,
     )
 
 
@@ -154,9 +154,9 @@ def decode_rows(blob: Tensor, layout: BlobLayout, ids: Tensor, status: Tensor) -
 
 def raise_if_corrupt(status: Tensor) -> None:
     """Wait for a `status` that `decode` was given, int32 of shape (1,), and raise `CorruptBlob` if it is not zero."""
-    found = int(status.item())
-    if found:
-        reasons = [reason for bit, reason in enumerate(_REASONS) if found >> bit & 1]
+    code = int(status.item())
+    if code:
+        reasons = [reason for bit, reason in enumerate(_REASONS) if code >> bit & 1]
         raise CorruptBlob(
             f"Cannot decode a blob: {', and '.join(reasons)}.",
             cure="Fetch or compress the file again; its bytes were damaged.",
@@ -287,10 +287,10 @@ def lossy_layout_of(blob: Tensor) -> LossyLayout:
     """The layout of `blob`, one whole lossy blob: uint8 of shape (size,) on any device; copied to the host once."""
     local = blob.cpu()
     with in_our_words("a blob"):
-        found = lossy.read_header(local.numpy())
-    start = found.words_start
+        fields = lossy.read_header(local.numpy())
+    start = fields.words_start
     sections: list[Section | None] = []
-    for part in (found.words, found.normalizers, found.gaps, found.kept):
+    for part in (fields.words, fields.normalizers, fields.gaps, fields.kept):
         if part is None:
             sections.append(None)
         else:
@@ -299,8 +299,10 @@ def lossy_layout_of(blob: Tensor) -> LossyLayout:
             start += len(part)
     words, normalizers, gaps, kept = sections
     assert words is not None
-    dtype = torch_dtype(found.rounding.element.name)
-    return LossyLayout(dtype, found.shape, found.nbytes, blob.numel(), found.rounding, words, normalizers, gaps, kept)
+    dtype = torch_dtype(fields.rounding.element.name)
+    return LossyLayout(
+        dtype, fields.shape, fields.nbytes, blob.numel(), fields.rounding, words, normalizers, gaps, kept
+    )
 
 
 def decode_lossy(

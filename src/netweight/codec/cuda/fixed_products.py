@@ -114,12 +114,12 @@ def gather_rows(
     """Decode the rows `ids`, of shape (*ids.shape, columns); on a GPU a `status` is told of rows that are not there."""
     if status is None or not runs_on(payload.device):
         return decode_fixed_rows(payload, ids)
-    found = torch.empty(*ids.shape, columns, dtype=torch.bfloat16, device=payload.device)
+    output = torch.empty(*ids.shape, columns, dtype=torch.bfloat16, device=payload.device)
     if ids.numel():
         places = ids.to(torch.int64).contiguous()
-        arguments: list[launching.Argument] = [places, _aligned(payload), found, rows, columns, status]
+        arguments: list[launching.Argument] = [places, _aligned(payload), output, rows, columns, status]
         launching.launch(_FILE, "fixed_rows", ids.numel(), _DECODE_THREADS, arguments, device=payload.device)
-    return found
+    return output
 
 
 def linear(

@@ -201,8 +201,8 @@ def merge(statistics: Iterable[BitStatistics]) -> BitStatistics:
     """Add up the statistics of several tensors of one dtype, as if they had been one."""
     parts = list(statistics)
     if not parts or len({part.dtype for part in parts}) > 1:
-        found = sorted({part.dtype for part in parts}) or "nothing"
-        raise UsageError(f"Statistics of {found} cannot be merged.", cure="Merge those of one dtype at a time.")
+        dtypes = sorted({part.dtype for part in parts}) or "nothing"
+        raise UsageError(f"Statistics of {dtypes} cannot be merged.", cure="Merge those of one dtype at a time.")
     counts = [sum(getattr(part, name) for part in parts) for name in ("sign", "exponent", "mantissa", "bytes")]
     return BitStatistics(parts[0].dtype, (sum(part.count for part in parts),), *counts)
 

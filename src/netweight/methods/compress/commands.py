@@ -169,7 +169,9 @@ def _plot(reports: list[TensorReport], path: Path, plot: Path) -> None:
     """Draw one row of histograms per dtype, all its tensors taken together; integers only if there is nothing else."""
     from netweight.methods.compress.bits import merge
 
-    known = [report.bits for report in reports if report.bits is not None and report.bits.count]
-    known = [bits for bits in known if bits.layout.exponent] or known
-    dtypes = dict.fromkeys(bits.dtype for bits in known)
-    plot_bits({f"{path.name}, {dtype}": merge(bits for bits in known if bits.dtype == dtype) for dtype in dtypes}, plot)
+    statistics = [report.bits for report in reports if report.bits is not None and report.bits.count]
+    statistics = [bits for bits in statistics if bits.layout.exponent] or statistics
+    dtypes = dict.fromkeys(bits.dtype for bits in statistics)
+    plot_bits(
+        {f"{path.name}, {dtype}": merge(bits for bits in statistics if bits.dtype == dtype) for dtype in dtypes}, plot
+    )

@@ -378,12 +378,12 @@ class _Compression:
             self.task.describe(item.path)
             key = {**vars(item), **how}
             # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
-            known = _finished(self.work, key) if item.role in ("weights", "other") else None
-            if known is None:
+            finished = _finished(self.work, key) if item.role in ("weights", "other") else None
+            if finished is None:
                 entry: FileEntry = getattr(self, f"_{item.role}")(item)
                 _record(self.work, key, vars(entry), item.stored)
             else:
-                entry = FileEntry(**known)
+                entry = FileEntry(**finished)
                 resumed += 1
                 if item.role == "weights":
                     self._remember(item)
@@ -461,15 +461,15 @@ class _Compression:
 def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: Path | None, task: Task) -> None:
     """Restore one file and compare it with what was recorded."""
     if entry.kind == "compressed":
-        found = restore_file(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest
+        digest = restore_file(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest
     else:
         if entry.kind == "rewritten":
             _write(target, entry.original_content(), mode_of(stored))
         else:
             _copy(stored, target)
-        found = digest_file(target)
+        digest = digest_file(target)
         task.update(entry.nbytes)
-    check_digest(stored, found, entry.digest)
+    check_digest(stored, digest, entry.digest)
 
 
 def _state_of(base: Path) -> list[tuple[str, int, int]]:
@@ -549,11 +549,11 @@ def _with_content(entry: FileEntry, path: Path, content: bytes) -> FileEntry:
     """The entry of a file after another content was written for it."""
     if path.suffix in (".json", ".safetensors"):
         raise UsageError(f"{path} is needed to open the model.", cure="Change it in the model before compression.")
-    found = digest_bytes(content)
-    if entry.stored_digest == found:
+    digest = digest_bytes(content)
+    if entry.stored_digest == digest:
         return entry
     if entry.kind == "rewritten":
-        return dataclasses.replace(entry, stored_nbytes=len(content), stored_digest=found)
+        return dataclasses.replace(entry, stored_nbytes=len(content), stored_digest=digest)
     original = path.read_bytes()
-    digests = digest_bytes(original), found
+    digests = digest_bytes(original), digest
     return FileEntry.rewritten(entry.path, entry.stored, original, digests=digests, size=len(content))

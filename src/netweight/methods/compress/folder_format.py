@@ -467,10 +467,10 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     weights = [path for path in paths if path.endswith(".safetensors") or is_index(Path(path).name)]
     having = {Path(path).parent for path in weights if variant_of(Path(path).name) == variant}
     if not having:
-        known = sorted({found for path in weights if (found := variant_of(Path(path).name)) is not None})
+        variants = sorted({found for path in weights if (found := variant_of(Path(path).name)) is not None})
         raise UsageError(
             f"{source} contains no weights of variant {variant!r}.",
-            cure=f"It has {', '.join(known)}." if known else "It has no variants: leave the variant out.",
+            cure=f"It has {', '.join(variants)}." if variants else "It has no variants: leave the variant out.",
         )
     dropped = {p for p in weights if Path(p).parent in having and variant_of(Path(p).name) != variant}
     return [path for path in paths if path not in dropped]

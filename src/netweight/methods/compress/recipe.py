@@ -72,10 +72,10 @@ def _bytes(count: int) -> str:
 
 def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Report how much smaller a model is, in bytes and in bits per weight, and why."""
-    found = list(inspect_tensors(subject.path, progress=progress))
-    plain, stored = (sum(getattr(each.info, name) for each in found) for name in ("nbytes", "stored_nbytes"))
+    reports = list(inspect_tensors(subject.path, progress=progress))
+    plain, stored = (sum(getattr(each.info, name) for each in reports) for name in ("nbytes", "stored_nbytes"))
     weights: dict[str, list[TensorReport]] = {}
-    for each in found:
+    for each in reports:
         if each.bits is not None and each.bits.layout.exponent and each.bits.count:
             weights.setdefault(each.info.dtype, []).append(each)
     bits = {dtype: merge(each.bits for each in of if each.bits is not None) for dtype, of in weights.items()}
@@ -87,7 +87,7 @@ def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: 
         for dtype, of in weights.items()
     ]  # fmt: skip
     why = "The reason: signs and mantissas are almost random, and most exponents are among a few values."
-    ratio = Finding(_RATIO, plain / max(stored, 1), n=len(found), better="higher",
+    ratio = Finding(_RATIO, plain / max(stored, 1), n=len(reports), better="higher",
                     detail={"plain bytes": plain, "compressed bytes": stored})  # fmt: skip
     outcome, words = _SMALLER([ratio], saved=f"{100 * (1 - stored / plain) if plain else 0:.1f} %")
     return Section(
@@ -136,15 +136,15 @@ def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progres
     different = int((before.view(torch.int32) != after.view(torch.int32)).sum())
     dense, held = (memory_footprint(model) for model in models)
     target = 0 if config.mantissa_bits == 7 else None  # rounded weights compute other numbers
-    found = [
+    findings = [
         Finding(name, different, n=before.numel(), better="lower", target=target, seeds=(seed,)),
         Finding(
             "memory of the weights, compressed in memory", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6
         ),
     ]
-    outcome, words = _SAME(found) if target is not None else ("told", "")
+    outcome, words = _SAME(findings) if target is not None else ("told", "")
     return Section(
-        title, found, question=question, conclusion=words, outcome=outcome,
+        title, findings, question=question, conclusion=words, outcome=outcome,
         intro="Random tokens go through the original and through the model whose weights stay compressed in memory; "
         "their outputs are compared bit by bit.",
     )  # fmt: skip

@@ -116,8 +116,8 @@ class _Side:
             return cls(path, {"": path})
         if not path.is_dir():
             raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
-        found = [Path(here) / leaf for here, _, leaves in os.walk(path) for leaf in leaves]
-        files = {file.relative_to(path).as_posix(): file for file in sorted(found)}
+        paths = [Path(here) / leaf for here, _, leaves in os.walk(path) for leaf in leaves]
+        files = {file.relative_to(path).as_posix(): file for file in sorted(paths)}
         entries: dict[str, FileEntry] = {}
         left_out: tuple[str, ...] = ()
         strays: tuple[str, ...] = ()
@@ -256,19 +256,19 @@ class _Comparison:
                     self.other_modes.append(f"{name or mine[name].name}: {modes[0]:o} against {modes[1]:o}")
 
     def findings(self) -> list[Finding]:
-        found = []
+        findings = []
         if self.subject.compressed:
-            found.append(_none_of("damaged tensors", self.damaged, self.tensors))
-            found.append(_none_of("damaged files", self.damaged_files, self.files))
+            findings.append(_none_of("damaged tensors", self.damaged, self.tensors))
+            findings.append(_none_of("damaged files", self.damaged_files, self.files))
             if self.subject.entries:
-                found.append(_none_of("files that do not belong", [*self.subject.strays], None))
+                findings.append(_none_of("files that do not belong", [*self.subject.strays], None))
         if self.other is not None:
-            found.append(_none_of("tensors that differ", self.different, self.compared_tensors))
+            findings.append(_none_of("tensors that differ", self.different, self.compared_tensors))
             if self.compared_rounded:
-                found.append(_none_of("rounded tensors beyond their bound", self.beyond, self.compared_rounded))
-            found.append(_none_of("files that differ", self.different_files, self.compared_files))
-            found.append(_none_of("tensors and files that only one side has", self.one_sided, None))
-            found.append(_none_of("files with other permissions", self.other_modes, None))
+                findings.append(_none_of("rounded tensors beyond their bound", self.beyond, self.compared_rounded))
+            findings.append(_none_of("files that differ", self.different_files, self.compared_files))
+            findings.append(_none_of("tensors and files that only one side has", self.one_sided, None))
+            findings.append(_none_of("files with other permissions", self.other_modes, None))
         if self.rounded:
             bound, measured = max(info.bound for info in self.rounded), bool(self.compared_rounded)
             change = self.change if measured else max(info.worst_change for info in self.rounded)
@@ -278,11 +278,11 @@ class _Comparison:
                 "measured": measured,
                 "mantissa_bits": sorted({info.mantissa_bits or 0 for info in self.rounded}),
             }
-            found.append(Finding("largest relative change", change, better="lower", target=bound, detail=about))
+            findings.append(Finding("largest relative change", change, better="lower", target=bound, detail=about))
         nbytes = self.subject.nbytes
         stored = sum(os.stat(file).st_size for file in self.subject.weights.values())
         sizes = {"nbytes": nbytes, "stored_nbytes": stored}
-        return [*found, Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=sizes)]
+        return [*findings, Finding("ratio", nbytes / stored if stored else 1.0, better="higher", detail=sizes)]
 
 
 @dataclass
@@ -373,10 +373,10 @@ _CONCLUSION = by_targets(
 
 def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Compare bit by bit; nothing is left to chance, so the seed is not used."""
-    found = verify(subject.path, subject.source, threads=config.threads, progress=progress)
-    outcome, words = _CONCLUSION(found)
+    findings = verify(subject.path, subject.source, threads=config.threads, progress=progress)
+    outcome, words = _CONCLUSION(findings)
     return Section(
-        "Bit for bit", found, question="Is the compressed model equal to its original?",
+        "Bit for bit", findings, question="Is the compressed model equal to its original?",
         conclusion=words, outcome=outcome,
         intro="Every tensor of the compressed model is decoded and compared with the original, and with its own "
         "recorded digest.",

@@ -107,10 +107,10 @@ class Kept:
     @classmethod
     def load(cls, job: Job, client: int) -> Kept | None:
         """Read a client's job, if it keeps something."""
-        found = job.load()
-        if found is None:
+        state = job.load()
+        if state is None:
             return None
-        about, stored = found
+        about, stored = state
         after: dict[int, dict[str, Tensor]] = {}
         for place, value in stored.items():
             round, _, name = place.partition("|")
@@ -358,10 +358,10 @@ def _trained(
     if order.evaluate:
         before = method.weights(task, client.received, client.private)
         metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
-    found = method.train(task, model, [client], round=order.round, seed=seed)
-    if not found:
+    trainings = method.train(task, model, [client], round=order.round, seed=seed)
+    if not trainings:
         raise UsageError(f"Client {client.number} takes no part in round {order.round}; its own log says why.")
-    (trained,) = found
+    (trained,) = trainings
     metrics.update(trained.update.metrics)
     if order.evaluate:
         after = trained.weights

@@ -211,18 +211,18 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
         threshold = max(_THRESHOLD, min(1.0, settings.min_clients / count / len(asked)))
         committed = {message.metadata.dst_node_id: weights[client] for client, message in asked.items()}
-        found = _summed(trial.round, asked, listening, context, committed, threshold)
+        total = _summed(trial.round, asked, listening, context, committed, threshold)
         client_of = {message.metadata.dst_node_id: client for client, message in asked.items()}
-        results = {client_of[node]: result for node, result in found.results.items()}
+        results = {client_of[node]: result for node, result in total.results.items()}
         silent = {client_of[node]: why for node, why in listening.faults.items()}
         faults |= {client: why for client, why in silent.items() if client not in results}
         for client, result in results.items():
             if result.num_examples != weights[client]:
                 faults[client] = f"says that it has {result.num_examples} examples; it registered {weights[client]}"
                 over.nodes.examples[client] = 2**62  # takes no part in another attempt
-                found.mean = None
+                total.mean = None
         most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
-        mean = None if found.mean is None else _bounded(found.mean, lengths, most, trial.round)
+        mean = None if total.mean is None else _bounded(total.mean, lengths, most, trial.round)
         joint = None if mean is None else _joined(over.rounds.state, mean, results, trial.round)
         return joint, faults
 

@@ -100,9 +100,9 @@ class Order:
     @classmethod
     def of(cls, message: Message) -> Order:
         """Return the order that a message holds."""
-        found = message.content.config_records[ORDER]
-        numbers = {name: int(str(found[name])) for name in ("round", "seed", "go_on_from")}
-        return cls(str(found["federation"]), evaluate=bool(found["evaluate"]), **numbers)
+        record = message.content.config_records[ORDER]
+        numbers = {name: int(str(record[name])) for name in ("round", "seed", "go_on_from")}
+        return cls(str(record["federation"]), evaluate=bool(record["evaluate"]), **numbers)
 
 
 def answer_record(update: Update, wire: Tensors) -> RecordDict:
@@ -235,8 +235,8 @@ class Nodes:
 
     def weight(self, client: int) -> int:
         """Return the examples by which a client may weigh in a sum: as it said when it came, up to a bound."""
-        known = [examples for examples in self.examples.values() if examples > 0]
-        return int(min(self.examples.get(client, 1), self._most_examples * median(known))) if known else 1
+        counts = [examples for examples in self.examples.values() if examples > 0]
+        return int(min(self.examples.get(client, 1), self._most_examples * median(counts))) if counts else 1
 
 
 def _asked(questions: Sequence[Message], reply: Message) -> int | None:

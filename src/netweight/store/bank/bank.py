@@ -434,8 +434,8 @@ def _add(
     stamp: str,
 ) -> None:
     """Read one adapter and add it, unless the bank has it already."""
-    found = load_converted(plan)
-    rows = rows_of_adapter(found.adapter, modules)
+    loaded = load_converted(plan)
+    rows = rows_of_adapter(loaded.adapter, modules)
     content = rows.digests()[0]
     if name in writer and writer.content(name) == content:
         return
@@ -448,7 +448,7 @@ def _add(
     writer.add_rows([name], rows, modules, stamps=[stamp], contents=[content])
     converted = {}
     if plan.conversion and any(part.converts for part in plan.parts.values()):
-        converted = {CONVERTED: f"at most rank {plan.conversion.rank}, relative error {found.relative_error:.2e}"}
+        converted = {CONVERTED: f"at most rank {plan.conversion.rank}, relative error {loaded.relative_error:.2e}"}
     writer.tell(name, {**plan.about, **converted})
     holders[content] = name
 
@@ -476,7 +476,7 @@ def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightErr
         raise UsageError(f"There is no file or folder {source}.", cure="Check the path.")
     if source.is_file() or _is_adapter(source):
         return {source.stem if source.is_file() else source.resolve().name: source}, {}
-    found: dict[str, Path] = {}
+    adapters: dict[str, Path] = {}
     bad: dict[str, NetweightError] = {}
     for path in sorted(_adapters_below(source)):
         name = path.relative_to(source).as_posix()
@@ -484,13 +484,13 @@ def find_adapters(source: Path) -> tuple[dict[str, Path], dict[str, NetweightErr
         if not is_text(name):
             shown = os.fsencode(path).decode(errors="backslashreplace")
             bad[shown] = UsageError(f"The name of {shown} is not a text.", cure="Rename it.")
-        elif name in found:
+        elif name in adapters:
             bad[path.relative_to(source).as_posix()] = UsageError(
-                f"{path} would have the same name as {found[name]}.", cure="Rename one."
+                f"{path} would have the same name as {adapters[name]}.", cure="Rename one."
             )
         else:
-            found[name] = path
-    return found, bad
+            adapters[name] = path
+    return adapters, bad
 
 
 def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:

@@ -186,8 +186,8 @@ def _add(
 
 def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> Published:
     """Find the factors of each module in a row of a published matrix, from what lies beside it."""
-    known = stable_diffusion_dimensions() if stable_diffusion else read_dimensions(_companion(path, DIMENSIONS))
-    return _layout(path, width, known)
+    dimensions = stable_diffusion_dimensions() if stable_diffusion else read_dimensions(_companion(path, DIMENSIONS))
+    return _layout(path, width, dimensions)
 
 
 def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Published:

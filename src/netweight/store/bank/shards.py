@@ -354,8 +354,8 @@ def find_published(source: Path) -> Path | None:
     """Return the matrix of adapters if a path is one, or a folder with one; else None."""
     if source.is_file():
         return source if source.match(MATRIX) else None
-    found = sorted(source.glob(MATRIX))
-    return found[0] if len(found) == 1 else None
+    matrices = sorted(source.glob(MATRIX))
+    return matrices[0] if len(matrices) == 1 else None
 
 
 @final

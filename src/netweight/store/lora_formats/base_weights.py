@@ -121,17 +121,17 @@ class BaseWeights:
             return name
         component, rest = component_of(name)
         ends = [name, rest] if component else [name]
-        found = [each for end in ends for each in self.places if each == end]
-        found = found or [each for end in ends for each in self.places if each.endswith(f".{end}")]
-        if not found:
-            found = [each for each in other_spellings(rest) if each in self.places]
-        if len(set(found)) != 1:
+        places = [each for end in ends for each in self.places if each == end]
+        places = places or [each for end in ends for each in self.places if each.endswith(f".{end}")]
+        if not places:
+            places = [each for each in other_spellings(rest) if each in self.places]
+        if len(set(places)) != 1:
             shown = name.removesuffix(".weight")
             raise NameNotFound(
-                f"{self.path} contains {len(found) or 'no'} weight{'s' if found else ''} of {shown}.",
+                f"{self.path} contains {len(places) or 'no'} weight{'s' if places else ''} of {shown}.",
                 cure="Name the base model that it was trained on, as diffusers, transformers or ComfyUI keep it.",
             )
-        return found[0]
+        return places[0]
 
     @cached_property
     def stores_inputs_first(self) -> bool:
@@ -186,14 +186,14 @@ class BaseWeights:
             return None
         if whole.ndim != 3 or whole.numel() != 6 * len(names) or whole.shape[1] % 2 or whole.shape[2] != 3:
             return None
-        found: dict[str, tuple[int, int]] = {}
+        experts: dict[str, tuple[int, int]] = {}
         for expert, matrix in enumerate(whole):
             for block, rows in enumerate(matrix.split(2)):
                 name = names[int(rows[0, 0]) // 6]
                 if not torch.equal(rows, probes[name]):
                     return None
-                found[name] = expert, block
-        return found if len(found) == len(names) else None
+                experts[name] = expert, block
+        return experts if len(experts) == len(names) else None
 
     def read(self, tensor: str) -> Tensor:
         """Read a tensor of the files as the values that it means."""

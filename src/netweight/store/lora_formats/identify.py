@@ -185,9 +185,9 @@ def identify(
             if any(match.names == "diffusers" and not match.is_authors for match in spelled):
                 chosen, others, authors = None, (), False  # a mixture of both spellings is of neither
         for each in rest:
-            found = None if chosen is None else _pieces(each, chosen, shapes[each.name])
-            if found:
-                pieces[each.name] = found
+            identified = None if chosen is None else _pieces(each, chosen, shapes[each.name])
+            if identified:
+                pieces[each.name] = identified
             elif chosen is None and not each.denoises and not each.flattened and not authors:
                 pieces[each.name] = (Piece(_own_name(each, component)),)
             else:
@@ -260,8 +260,8 @@ def _match(each: _Written, naming: Naming) -> Match | None:
 
 def _pieces(each: _Written, naming: Naming, shape: tuple[int, int]) -> tuple[Piece, ...] | None:
     match = _match(each, naming)
-    found = None if match is None else match.pieces(*shape, each.component or naming.component)
-    return None if found is None else tuple(found)
+    pieces = None if match is None else match.pieces(*shape, each.component or naming.component)
+    return None if pieces is None else tuple(pieces)
 
 
 def _choose(
@@ -315,8 +315,8 @@ def _choose(
         if level < _NOTED and _like_diffusers(by_key[first], fitting[first], written):
             return None, ()
     # How a file is usually written decides which table comes first, and does not exclude another one.
-    known = {key: _evidence(by_key[key], fitting[key], written, shapes, notes) for key in ranked}
-    equal = [key for key in ranked if known[key] == level]
+    evidence = {key: _evidence(by_key[key], fitting[key], written, shapes, notes) for key in ranked}
+    equal = [key for key in ranked if evidence[key] == level]
     differing = next((key for key in equal if _contradict(fitting[key], fitting[first])), None)
     if differing is not None:
         both = [each for each in fitting[first] if each in fitting[differing]]
@@ -326,7 +326,7 @@ def _choose(
             f"{by_key[differing].title} ({fitting[differing][name][0].module}).",
             cure=f"Say which (--model {first} or --model {differing}).",
         )
-    alike = [key for key in ranked if key != first and known[key] // 2 == level // 2
+    alike = [key for key in ranked if key != first and evidence[key] // 2 == level // 2
              and not _contradict(fitting[key], fitting[first])]  # fmt: skip
     return by_key[first], tuple(by_key[key] for key in alike)
 

@@ -72,14 +72,14 @@ class ModelNames:
                     return own
                 if flattened:
                     plain = path.removeprefix("text_model_")
-                    found = self._flat.get(flat(f"{start}{path}")) or self._flat.get(flat(f"{start}{plain}")) or []
-                    if len(found) > 1:
+                    meanings = self._flat.get(flat(f"{start}{path}")) or self._flat.get(flat(f"{start}{plain}")) or []
+                    if len(meanings) > 1:
                         raise UsageError(
-                            f"The name {path!r} may mean {' or '.join(found)}.",
+                            f"The name {path!r} may mean {' or '.join(meanings)}.",
                             cure="Save the adapter with dotted names, as diffusers and peft write them.",
                         )
-                    if found:
-                        return found[0]
+                    if meanings:
+                        return meanings[0]
         return None
 
     def own(self, name: str) -> str | None:

@@ -218,13 +218,13 @@ def naming_called(name: str) -> Naming:
     Raises:
         UsageError: There is no such table; the known ones are named.
     """
-    known = {each.key: each for each in namings()}
-    if name not in known:
-        near = nearest_names(name, known)
+    by_key = {each.key: each for each in namings()}
+    if name not in by_key:
+        near = nearest_names(name, by_key)
         raise UsageError(
-            f"There is no table of names for {name!r}.", cure=f"Known are {', '.join(known)}; nearest is {near[0]}."
+            f"There is no table of names for {name!r}.", cure=f"Known are {', '.join(by_key)}; nearest is {near[0]}."
         )
-    return known[name]
+    return by_key[name]
 
 
 def _read(path: Path, values: Mapping[str, Any]) -> Naming:

@@ -72,22 +72,23 @@ def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> 
             rows, *rest = shapes["diff"]
             if not rest:
                 raise Unsupported(f"{where}: {name} is a change of a norm or bias, which is not a matrix.", cure=_TRAIN)
-            found, sound = Structure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
+            structure, sound = Structure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
         elif kind == "loha":
             one, two = (_product(shapes, f"hada_w{n}_a", f"hada_w{n}_b", f"hada_t{n}", turned=True) for n in (1, 2))
-            found, sound = one, one.shape == two.shape
+            structure, sound = one, one.shape == two.shape
         else:
             one = _product(shapes, "lokr_w1_a", "lokr_w1_b", None, whole="lokr_w1")
             two = _product(shapes, "lokr_w2_a", "lokr_w2_b", "lokr_t2", whole="lokr_w2")
             shape = (one.shape[0] * two.shape[0], one.shape[1] * two.shape[1])
-            found, sound = Structure(one.rank or two.rank, shape, two.kernel), True
+            structure, sound = Structure(one.rank or two.rank, shape, two.kernel), True
     except (KeyError, IndexError, ValueError) as error:
         raise CorruptBlob(f"{where}: {name} lacks a factor, or has one of another shape ({error}).") from error
-    if not sound or not all(found.shape) or found.rank == 0:
+    if not sound or not all(structure.shape) or structure.rank == 0:
         raise CorruptBlob(f"{where}: the tensors of {name} have shapes that do not fit: {dict(shapes)}.")
-    if not found.kernel and found.shape[1] % 9 == 0 and _KERNELS.fullmatch(name):
-        found = Structure(found.rank, found.shape, (3, 3))  # written as a matrix, which does not say its sides
-    return found
+    if not structure.kernel and structure.shape[1] % 9 == 0 and _KERNELS.fullmatch(name):
+        # It is written as a matrix, which does not state the sides of the kernel.
+        structure = Structure(structure.rank, structure.shape, (3, 3))
+    return structure
 
 
 def _product(
@@ -259,10 +260,10 @@ def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | 
     names = {name: sides for name, sides in names.items() if not (name.endswith(".diff") and sides < 2)}
     matching = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in (*(() if conversion else _CONVERTIBLE), *_KINDS):
-        found = [name for name in matching if re.search(pattern, name)]
-        if found:
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            raise Unsupported(f"{path} holds {kind}: tensor {found[0]!r}{more}.", cure=cure)
+        tensors = [name for name in matching if re.search(pattern, name)]
+        if tensors:
+            more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+            raise Unsupported(f"{path} holds {kind}: tensor {tensors[0]!r}{more}.", cure=cure)
     if conversion and conversion.weights is None and any(re.search(_MAGNITUDE, name) for name in matching):
         raise UsageError(
             f"{path} holds DoRA, whose change depends on the base's weights.", cure="Name the base model (--weights)."

@@ -181,12 +181,12 @@ def plan_part(
                 cure=f"Save it as {', '.join(_DTYPES)}.",
             )
     shapes = _shapes_turned({role: info.shape for role, info in infos.items()}, name, file)
-    found = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
-    scale = scale_of(found.rank)
+    structured = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
+    scale = scale_of(structured.rank)
     if not math.isfinite(scale):
         raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or mend its alpha.")
-    part = Part(file, dict(roles), scale, found.rank or 0, found.shape, found.kernel)
-    return replace(part, rank=min(conversion.rank, *found.shape)) if part.converts and conversion else part
+    part = Part(file, dict(roles), scale, structured.rank or 0, structured.shape, structured.kernel)
+    return replace(part, rank=min(conversion.rank, *structured.shape)) if part.converts and conversion else part
 
 
 def with_rows(part: Part, rows: Rows) -> Part:

@@ -467,12 +467,12 @@ def _replacements(file: Path, store: Store, task: _Task) -> dict[str, VectorPart
     """Parameters that take the place of the model's own, where such are wanted: parameter's name → where it lies."""
     if task.conversion is None or not task.conversion.replacements:
         return {}
-    found = {}
+    replacements = {}
     for name in store.names():
         if take_apart(name) is None and name.endswith((".weight", ".bias")) and not name.endswith(_OF_THE_BASE):
             own = re.sub(r"\.(modules_to_save\.[^.]+|base_layer)\.", ".", name.removeprefix(peft.PREFIX))
-            found[own] = VectorPart(file, name)
-    return found
+            replacements[own] = VectorPart(file, name)
+    return replacements
 
 
 def _experts(
@@ -485,8 +485,8 @@ def _experts(
     """Plan the experts of packed parameters (`target_parameters`), and take their tensors out of `located`."""
     owners: dict[str, list[str]] = {}
     for written in located:
-        if found := targeted(written.removeprefix(peft.PREFIX), settings.parameters):
-            owners.setdefault(found[0], []).append(written)
+        if target := targeted(written.removeprefix(peft.PREFIX), settings.parameters):
+            owners.setdefault(target[0], []).append(written)
     lacking = [pattern for pattern in settings.parameters
                if not any(targeted(owner, [pattern]) for owner in owners)]  # fmt: skip
     if lacking:
@@ -497,9 +497,9 @@ def _experts(
     order = None if task.model is None else task.model.parameters
     parts: dict[str, Part] = {}
     for owner, names in owners.items():
-        found = targeted(owner, settings.parameters)
-        assert found is not None  # it was above
-        parameters = list(found[2])
+        target = targeted(owner, settings.parameters)
+        assert target is not None  # it was above
+        parameters = list(target[2])
         if len(names) != len(parameters):
             raise CorruptBlob(
                 f"{file}: {owner} has {len(names)} pairs of factors for {len(parameters)} parameters: "

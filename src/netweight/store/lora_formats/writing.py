@@ -580,7 +580,7 @@ def _joined_vectors(
     """Changes of vectors in the authors' names: (component, parameter) → kind and change."""
     import torch
 
-    found: dict[tuple[str, str], tuple[str, Tensor]] = {}
+    changes: dict[tuple[str, str], tuple[str, Tensor]] = {}
     fused: dict[tuple[str, str], tuple[Match, dict[int, Tensor]]] = {}
     for name, change in adapter.vectors.items():
         module, _, kind = name.rpartition(".")
@@ -594,12 +594,12 @@ def _joined_vectors(
             continue
         if match is not None and match.entry.swapped == "always" and change.numel() % 2 == 0:
             change = _halves_swapped(change)
-        found[component, f"{key}.{kind}"] = (kind, change)
+        changes[component, f"{key}.{kind}"] = (kind, change)
     for place, (match, pieces) in fused.items():
         size = next(iter(pieces.values()))
         parts = [pieces.get(index, torch.zeros_like(size)) for index in range(len(match.entry.diffusers))]
-        found[place] = (place[1].rpartition(".")[2], torch.cat(parts))
-    return found
+        changes[place] = (place[1].rpartition(".")[2], torch.cat(parts))
+    return changes
 
 
 def _write_peft(

@@ -97,8 +97,8 @@ def version_of(payload: torch.Tensor) -> int | None:
 
 
 def _found(payload: torch.Tensor) -> _Known | None:
-    version, known = getattr(payload, _NOTE, (None, None))
-    return known if version is not None and version == version_of(payload) else None
+    version, note = getattr(payload, _NOTE, (None, None))
+    return note if version is not None and version == version_of(payload) else None
 
 
 def _note(payload: torch.Tensor, known: _Known) -> _Known:
@@ -109,12 +109,12 @@ def _note(payload: torch.Tensor, known: _Known) -> _Known:
 def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
     """Note that a payload was copied from another one, from or to a device: what is found out of one holds for both."""
     # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
-    known = _found(source)
-    if known is None:
-        known = _note(source, _Known())
-    if known.layout is not None and handles(payload):
-        known = _Known(_layout_on(known.layout, payload.device), known.checked)
-    _note(payload, known)
+    note = _found(source)
+    if note is None:
+        note = _note(source, _Known())
+    if note.layout is not None and handles(payload):
+        note = _Known(_layout_on(note.layout, payload.device), note.checked)
+    _note(payload, note)
 
 
 def _layout_on(layout: Layout, place: torch.device) -> Layout:
@@ -131,14 +131,14 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 
 def lossy(payload: torch.Tensor) -> bool | None:
     """Return whether a payload holds a rounded weight; None if it was not looked at yet."""
-    known = _found(payload)
-    return None if known is None or known.layout is None else isinstance(known.layout, LossyLayout)
+    note = _found(payload)
+    return None if note is None or note.layout is None else isinstance(note.layout, LossyLayout)
 
 
 def cut_of(payload: torch.Tensor) -> int:
     """The binary logarithm of a payload's numbers per chunk, if that is all that a device must know; else 0."""
-    known = _found(payload)
-    layout = None if known is None else known.layout
+    note = _found(payload)
+    layout = None if note is None else note.layout
     if (
         not isinstance(layout, BlobLayout)
         or layout.new_modes
@@ -205,11 +205,11 @@ class Status:
         self._refuse(self._words.cpu())
 
     def _refuse(self, words: torch.Tensor) -> None:
-        found = words.tolist()
-        if not any(found):
+        values = words.tolist()
+        if not any(values):
             return
         self._words.zero_()
-        if found == [cuda.NO_SUCH_ROW, 0]:
+        if values == [cuda.NO_SUCH_ROW, 0]:
             raise IndexError(
                 f"index out of range: an embedding on {self._device} was asked for a row "
                 "that it does not have. Results "
@@ -271,20 +271,20 @@ class Decoder:
 
     def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Decode a payload on the device's current stream."""
-        known = self._look_up(payload)
-        layout: Any = known.layout
+        note = self._look_up(payload)
+        layout: Any = note.layout
         out = None
         if memory is not None:
             out = memory[: layout.nbytes].view(layout.dtype).view(layout.shape)
-        return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, known, out)
+        return self._decoded(payload[LENGTH : LENGTH + layout.size], layout, note, out)
 
     def gather(self, payload: torch.Tensor, ids: torch.Tensor) -> torch.Tensor | None:
         """Rows of a weight, from the chunks that hold them; None where the whole weight must be, or may as well be."""
-        known = self._look_up(payload)
-        if not known.checked or not isinstance(known.layout, BlobLayout):
+        note = self._look_up(payload)
+        if not note.checked or not isinstance(note.layout, BlobLayout):
             return None
-        blob = payload[LENGTH : LENGTH + known.layout.size]
-        return cuda.decode_rows(blob, known.layout, ids, self.status.kernels)
+        blob = payload[LENGTH : LENGTH + note.layout.size]
+        return cuda.decode_rows(blob, note.layout, ids, self.status.kernels)
 
     def together(self, payloads: Sequence[torch.Tensor], cuts: Sequence[int], outs: Sequence[torch.Tensor]) -> None:
         """Decode payloads of which `cut_of` is known into `outs`, in one launch, which is not waited for."""
@@ -297,17 +297,17 @@ class Decoder:
 
     def nbytes(self, payload: torch.Tensor) -> int | None:
         """Bytes of a weight that can be decoded without waiting for the device; None if it cannot."""
-        known = _found(payload)
-        if known is None or known.layout is None or not known.checked:
+        note = _found(payload)
+        if note is None or note.layout is None or not note.checked:
             return None
-        return known.layout.nbytes
+        return note.layout.nbytes
 
     def _look_up(self, payload: torch.Tensor) -> _Known:
-        known = _found(payload) or _note(payload, _Known())
-        if known.layout is None:
+        note = _found(payload) or _note(payload, _Known())
+        if note.layout is None:
             _refuse_capture(payload)
-            known.layout = _layout_of(payload)
-        return known
+            note.layout = _layout_of(payload)
+        return note
 
     def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
         if not known.checked:

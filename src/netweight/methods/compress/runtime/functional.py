@@ -479,8 +479,8 @@ def _product_by_tiles(
 
 def _linear_fixed(x: torch.Tensor, payload: torch.Tensor, shape: Any, bias: torch.Tensor | None) -> torch.Tensor:
     by_tiles = payload.is_cpu and payload.numel() >= _LARGE
-    found = _product_by_tiles(x, payload, shape, bias, fixed=True) if by_tiles else None
-    return fixed_products.linear(x, payload, shape[0], shape[1], bias) if found is None else found
+    product = _product_by_tiles(x, payload, shape, bias, fixed=True) if by_tiles else None
+    return fixed_products.linear(x, payload, shape[0], shape[1], bias) if product is None else product
 
 
 # ---- operators -------------------------------------------------------------------------------------------------------

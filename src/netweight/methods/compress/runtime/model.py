@@ -161,9 +161,9 @@ def compress_(
         names += its_names
         fixed += its_names * stored.fixed
         if stored.lossy:
-            found = codec.info(stored.blob)
-            bound = max(bound, found.bound)
-            changes.update(dict.fromkeys(its_names, found.worst_change))
+            info = codec.info(stored.blob)
+            bound = max(bound, info.bound)
+            changes.update(dict.fromkeys(its_names, info.worst_change))
         before, after = before + dense.nbytes, after + stored.payload.nbytes
         if device.handles(stored.payload):
             on_gpus.setdefault(stored.payload.device, []).append(stored.payload)
@@ -253,9 +253,9 @@ def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:
     for optimizer in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]:
         stepped = getattr(optimizer, "parameters_stepped", None)
         groups = getattr(optimizer, "param_groups", ()) if stepped is None else [{"params": stepped}]
-        found = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]
-        if found:
-            held[type(optimizer).__name__] = found
+        stepped_names = [names[id(each)] for group in groups for each in group["params"] if id(each) in names]
+        if stepped_names:
+            held[type(optimizer).__name__] = stepped_names
     return held
 
 

@@ -113,8 +113,8 @@ class CompressedStorage:
 
     def taken(self) -> torch.Tensor:
         """The decoded weight, for the caller to change; a backward pass has mostly just decoded it."""
-        found = recent(self.payload.device).take(self.payload)
-        return self.dense() if found is None else found
+        decoded = recent(self.payload.device).take(self.payload)
+        return self.dense() if decoded is None else decoded
 
     def small(self) -> torch.Tensor | None:
         """The decoded weight for kernels that only read it, if it is so small that asking for it takes longest."""
@@ -254,9 +254,9 @@ class CompressedStorage:
         """True if the weight was rounded."""
         if self.fixed:
             return False
-        known = device.lossy(self.payload)
-        if known is not None:
-            return known
+        lossy = device.lossy(self.payload)
+        if lossy is not None:
+            return lossy
         return codec.is_lossy(blob_of(self.payload) if self.payload.is_cpu else self.payload[LENGTH : LENGTH + 3].cpu())
 
     @property
@@ -305,13 +305,13 @@ class Recent:
             self._drop()
             self._pass = number
             torch.autograd.Variable._execution_engine.queue_callback(self._drop)
-        found = self.take(payload)
+        decoded = self.take(payload)
         self.make_room(nbytes, payload.device)
-        if found is None:
-            found = decode()
-        self._weights[id(payload)] = payload, device.version_of(payload), found
-        self._nbytes += found.nbytes
-        return found
+        if decoded is None:
+            decoded = decode()
+        self._weights[id(payload)] = payload, device.version_of(payload), decoded
+        self._nbytes += decoded.nbytes
+        return decoded
 
     def make_room(self, nbytes: int, place: torch.device) -> None:
         """Let the oldest weights go, so that another of so many bytes may be decoded."""

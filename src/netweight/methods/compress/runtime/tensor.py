@@ -185,9 +185,9 @@ class CompressedTensor(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Send the layers' functions to `functional.py`, and stop what would be lost without a word."""
         kwargs = kwargs or {}
-        known = _LAYERS.get(func)
-        if known is not None:
-            layer, place, fixed = known
+        layer_function = _LAYERS.get(func)
+        if layer_function is not None:
+            layer, place, fixed = layer_function
             if _is_plain(args[place] if len(args) > place else kwargs.get("weight"), fixed):
                 result = layer(*args, **kwargs)
                 if result is not None:
