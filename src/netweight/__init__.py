@@ -1,4 +1,4 @@
-"""netweight: take out of model weights what should not be there, and prove what is left.
+"""netweight compresses, trains, protects and edits PyTorch model weights, and attacks the results.
 
 `import netweight` loads neither torch nor anything heavy: public names are lazy (PEP 562), each imported from its own
 module the first time it is used, and so is what torch's entry point calls. `docs/reference.md` is made from the table.

@@ -1,4 +1,4 @@
-"""Every exception that netweight raises on purpose. Each message names the thing, the reason and the cure.
+"""All exceptions that netweight raises on purpose. Each message names the thing, the reason and the cure.
 
 `exit_code` is what the command line returns: 2 for wrong usage, 3 for corrupt or unsafe input.
 """

@@ -1,4 +1,4 @@
-"""One declaration of every option: a `Settings` class is the Python argument, the command line, YAML, schema and docs.
+"""Declaration of options: one `Settings` class gives the Python argument, the command line, YAML, schema and docs.
 
     class RMU(DefenseSettings, recommended={"lr": 5e-5}):
         "Steer the hidden states of harmful answers to one random direction."

@@ -1,4 +1,4 @@
-"""The command `netweight`: which commands there are, each imported only when it is called, errors and output.
+"""The command `netweight`: its list of commands, each imported only when it is called, its errors and its output.
 
 Commands of methods and attacks are generated from their registrations (`generate.py`); the others are in this package.
 

@@ -1,4 +1,4 @@
-"""`netweight doctor`: what is installed, what runs on this machine, what is missing and how to get it."""
+"""`netweight doctor`: reports what is installed, what works on this machine, and how to install what is missing."""
 
 from __future__ import annotations
 

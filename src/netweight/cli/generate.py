@@ -1,4 +1,4 @@
-"""From a registration to its command: arguments and options in, the result in words or JSON out.
+"""Generation of commands from registrations: arguments and options, and the result as text or JSON.
 
 Every command of a method or an attack is made here, netweight's own and those of other packages alike. What is written
 has one form: the command's lines, what was measured, what was written and how large it is, what to do next, and last

@@ -1,4 +1,4 @@
-"""A tensor's bytes and back: lossless compression of weights, bit for bit, as docs/format.md specifies.
+"""The codec: lossless compression of tensors, bit for bit, as docs/format.md specifies.
 
 `encode` and `decode` take and return tensors; `encode_raw` and `decode_raw` work on plain buffers with a dtype name,
 for element types that torch lacks and for programs that should not import torch. `encode_lossy` rounds before it

@@ -1,4 +1,4 @@
-"""The codec's functions: argument checks, tensors to buffers and back, errors in the library's own words.
+"""Functions of the codec: checks of arguments, conversion between tensors and buffers, errors of the library.
 
 The queue at the end decodes on a thread of the codec's own, for callers that know what they will need next.
 """

@@ -1,4 +1,4 @@
-"""Element types, and what a blob says before its chunks, as docs/format.md specifies it.
+"""Element types, and the header of a blob, as docs/format.md specifies them.
 
 Of a type: how the format, torch and numpy name it, where its exponent stands, and tensors as plain bytes;
 `native/format.cpp` holds the same table. All of a header is checked before anything is allocated. Numbers are

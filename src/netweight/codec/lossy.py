@@ -1,4 +1,4 @@
-"""Lossy blobs: rounded weights as words, which an ordinary blob holds, beside normalizers and weights kept exactly.
+"""Lossy blobs: rounded weights as words in an ordinary blob, normalizers, and weights that are stored exactly.
 
 docs/format.md, "Lossy blobs", is the format; the loops over weights run in the modules of `backend.py`. A lossy blob
 decodes to the rounded weights, always the same. The source is NeuZip (arXiv 2410.20650), lossy compression; see

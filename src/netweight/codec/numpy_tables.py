@@ -1,4 +1,4 @@
-"""Splits of elements into symbol and raw bits, and frequency tables: what the encoder in numpy chooses.
+"""Splits of elements into symbol and raw bits, and frequency tables: the choices of the encoder in numpy.
 
 A decoder takes whatever obeys docs/format.md. These are the choices of the native encoder (`plane.cpp`, `table.cpp` and
 `wide.cpp`), in integers only, so that a tensor has one compressed form per level and chunk size.

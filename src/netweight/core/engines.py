@@ -1,4 +1,4 @@
-"""Engines: where the runs of `Job.map` happen. A plain function each, so that others can be added anywhere.
+"""Engines, which execute the runs of `Job.map`. Each is a plain function, so that others can be added anywhere.
 
 An engine runs one function on many items and yields `(index of the item, Outcome)` as the runs end, in any order:
 `in_process`, `local_processes`, or a cluster of Ray:

@@ -1,4 +1,4 @@
-"""Files: of ours, which appear whole or not at all, digests, records, and JSON of strangers, read within bounds.
+"""Files that appear completely or not at all, digests, records, and JSON from unknown sources, read within bounds.
 
 Ours are written aside, synced, renamed. A file's temporary name begins with the target's and ends at random, so that
 nobody can have put a link there beforehand; the file is locked while in use, so that two runs cannot mix, and so that

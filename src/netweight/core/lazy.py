@@ -1,4 +1,4 @@
-"""Imports at first use: public names of a package (PEP 562), places of registrations, names of users, extras."""
+"""Imports at first use: public names of a package (PEP 562), targets of registrations, modules of users, extras."""
 
 from __future__ import annotations
 

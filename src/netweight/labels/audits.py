@@ -1,4 +1,4 @@
-"""Audits that run the model for a label, one after another within some minutes: which there are, and their rows.
+"""Audits that run the model for a label, one after another within a given time, and the rows that they add.
 
 An audit is a command of the registry, with settings of its own class. It runs in a process of its own, which is ended
 when the time is over, so that a label is made in the time that was asked for. An audit that is added here is a row of

@@ -1,4 +1,4 @@
-"""Two labels side by side: rows that both have, rows that one has, and what changed between them."""
+"""Two labels side by side: common rows, rows of only one label, and the differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a label about what the files are made of: parts, parameters, types, licence, tokenizer, code.
+"""Rows of a label about ingredients: parts, parameters, types, license, tokenizer, code.
 
 Everything here is read from configuration files and the headers of tensors; nothing is loaded or run.
 """

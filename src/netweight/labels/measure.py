@@ -1,4 +1,4 @@
-"""Make the label of a path: find out what it holds, read its tensors once, and collect the rows.
+"""The label of a path: identifies the input, reads its tensors once, and collects the rows.
 
 Nothing of the model is loaded or run, unless minutes and rows for audits are given; audits that were not asked for are
 listed as not measured, with the command that makes them.

@@ -1,4 +1,4 @@
-"""Rows of a label about how a language model is talked to: chat template, ends of sequence, context length."""
+"""Rows of a label about conversation with a language model: chat template, end tokens, context length."""
 
 from __future__ import annotations
 

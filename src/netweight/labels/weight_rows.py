@@ -1,4 +1,4 @@
-"""Rows of a label about the weights: gross and net weight, where the bits go, and what could be left out."""
+"""Rows of a label about the weights: gross and net weight, entropies, and redundant tensors and rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model card of a folder, README.md: marked sections that say what was done to the model and how it is proved."""
+"""The model card of a folder, README.md: marked sections that state the treatments of the model and their tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`netweight publish`: whether a model's folder may be published, and its upload to the Hugging Face hub."""
+"""`netweight publish`: checks of a model's folder before its publication, and its upload to the Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: a YAML file says what is done to a model and how it is proved; here it is checked, planned, run and resumed.
+"""Recipes: YAML files that list treatments of a model and the tests of the result, checked, planned, run and resumed.
 
     subject: my-model                # a folder or .safetensors file
     treatments:

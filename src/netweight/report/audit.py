@@ -1,4 +1,4 @@
-"""Audits, and the register that keeps the rule of the library: no treatment without its audit.
+"""Audits, and the register by which every treatment has at least one audit.
 
 A treatment (compress, federate, immunize, forget, space) names its audits when it is declared. `of_treatment` compares
 what a treatment names with what was run, and a report shows the difference in red.

@@ -1,4 +1,4 @@
-"""From a report document to one HTML page: how numbers are written, what verdict a section gets, the template.
+"""The HTML page of a report: formatting of numbers, the verdict of each section, and the template.
 
 Used by `report.py`; other pages take templates and the style sheet from here (`page_template`). The page is
 self-contained (style sheet and pictures inline, no script), follows the reader's light or dark setting, and says pass

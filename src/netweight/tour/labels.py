@@ -1,4 +1,4 @@
-"""Labels of what the tour made: a language model before and after its treatment, a pipeline, LoRAs, a federation."""
+"""Labels of the tour's results: a language model before and after its treatment, a pipeline, LoRAs, a federation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors on an NVIDIA GPU to blobs there, with the bytes that the CPU's encoder writes.
+"""Encoding of tensors on an NVIDIA GPU into blobs there, with the same bytes as the encoder on the CPU.
 
 `encode` makes a blob of exactly its size; `encode_into` fills a payload of fixed capacity and never waits for the GPU,
 which is what training wants. `EncodePlan` is everything that follows from dtype, shape and options alone. Chunks are

@@ -1,4 +1,4 @@
-"""Checkpoints that another method has quantized: how they are recognized.
+"""Recognition of checkpoints that another method has quantized.
 
 A quantized checkpoint stores codes (int8, fp8, packed 4-bit) and, beside them, scales. Only the library that the
 configuration names can turn codes and scales into weights, so a compressed folder of such a checkpoint must not be

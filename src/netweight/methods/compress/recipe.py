@@ -1,4 +1,4 @@
-"""`compress` in recipes: what is done, and what the method's audit looks at."""
+"""`compress` in recipes: the treatment and its audits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of base models: when two names mean the same weights."""
+"""Names of base models, and the comparison of two names for the same weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading adapters: what files hold, from headers and settings alone (`plan_adapter`), and their factors."""
+"""Reading adapters: a plan of the files' content from headers and settings (`plan_adapter`), and the factors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of what an adapter changes: modules, the experts of a packed parameter, and embeddings.
+"""Names of the targets of an adapter: modules, the experts of a packed parameter, and embeddings.
 
 model.layers.0.self_attn.q_proj              the weight of a linear layer or convolution
 model.layers.0.mlp.experts.gate_up_proj[3/8]  expert 3 of the 8 that one parameter holds (peft's `target_parameters`)

@@ -1,4 +1,4 @@
-"""Names of tensors in LoRA files: which part of a module's change a tensor is, by how trainers end its name.
+"""Names of tensors in LoRA files: the role of a tensor in a module's change, by the ending of its name.
 
 ….lora_A.weight  ….lora_A.default.weight  ….lora_down.weight  ….lora.down.weight  ….to_q_lora.down.weight     down
 ….lora_B.weight  ….lora_up.weight  ….lora_linear_layer.up.weight                                             up

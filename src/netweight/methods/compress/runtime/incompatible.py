@@ -1,4 +1,4 @@
-"""Refusals of what cannot be combined with training layer by layer. Used by `layerwise.py`."""
+"""Refusals of options and models that cannot be combined with `LayerwiseOptimizer`."""
 
 from __future__ import annotations
 
