@@ -18,8 +18,9 @@ PACKAGES = [
 ]  # fmt: skip
 HEAD = """# Public names
 
-What `import netweight` and the packages of methods and attacks offer; other names may change without notice. The site
-shows docstrings in place of lines that begin with `:::`. Made by `python scripts/public_names.py --write`.
+This page lists the public names of `netweight` and of the packages of methods and attacks. All other names may change
+without notice. The documentation's site shows the docstring of a name in place of each line that begins with `:::`.
+`python scripts/public_names.py --write` writes this page.
 """
 
 
