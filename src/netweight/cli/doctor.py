@@ -18,10 +18,10 @@ from netweight.core import environment
 @output_option
 @click.pass_context
 def doctor(context: click.Context, output: Output) -> None:
-    """Report what is installed, what runs on this machine and what is missing.
+    """Report what is installed, what works on this machine and what is missing.
 
-    Exits with 1 if something is wrong and not only missing: the slow fallback of the codec is used, torchvision is
-    installed and breaks other imports, or NETWEIGHT_DATA is not a folder.
+    Exits with 1 if something is wrong: the codec runs in Python, which is slow; torchvision is installed and breaks
+    other imports; or NETWEIGHT_DATA is not a folder. A missing extra is not an error.
     """
     from netweight import codec
 

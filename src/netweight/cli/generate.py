@@ -118,9 +118,12 @@ class _Generated(click.Command):
         function: Any = click.pass_context(run)
         function = output_option(function)
         if _has_card(registered):
-            where = "the model's README.md" if isinstance(registered, Attack) else "the README.md of DESTINATION"
-            about = "what was found" if isinstance(registered, Attack) else "what was done"
-            function = click.option("--card", is_flag=True, help=f"Write {about} into {where}.")(function)
+            attack, treatment = (
+                "the results in the README.md of the model",
+                ("the treatment in the README.md of the result"),
+            )
+            about = attack if isinstance(registered, Attack) else treatment
+            function = click.option("--card", is_flag=True, help=f"Describe {about}.")(function)
         if isinstance(registered, Method) and registered.audited is not None and registered.runnable:
             function = click.option(
                 "--audit/--no-audit", "audit", default=registered.audited, show_default=True,

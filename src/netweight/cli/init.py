@@ -44,9 +44,10 @@ _USES = {
 def init(folder: Path, subject: str | None, use: str | None, federation: bool, output: Output) -> None:
     """Write recipes and the files that they name into FOLDER.
 
-    Without `--subject` everything is small and can be run at once: a language model, a pipeline, LoRAs, rows and
-    pictures, and a recipe for each use. Their checkpoints are in the package netweight-toys. With `--subject` the rows
-    are placeholders: a recipe does not run until they are replaced, or removed from its `placeholders`.
+    Without `--subject`, the command writes a small language model, a pipeline, LoRA adapters, texts and pictures, and
+    recipes that can be run on them at once; the models are in the package netweight-toys. With `--subject`, it writes a
+    recipe for this model and example data. The recipe does not run until you replace the data, or delete the names of
+    their files from its `placeholders`.
     """
     if federation:
         _federation(folder, output)

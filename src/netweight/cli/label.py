@@ -57,13 +57,12 @@ def label(
     context: click.Context, /, model: str, base: str | None, against: str | None, every: bool, minutes: float | None,
     card: bool, out: Path | None, threads: int | None, output: Output, **rows: str | None,
 ) -> None:  # fmt: skip
-    """Show what is in a model's files: weight, where its bits go, ingredients, and what was not measured.
+    """Show what is in a model's files: the size of the weights, their ingredients, and what was not measured.
 
     MODEL is a file or folder of weights, a language model, a pipeline of diffusers, a LoRA, a folder of LoRAs, the
-    folder of a federation, or the id of a model on the Hugging Face hub. Its files are read once; the model is loaded
-    and run only by audits, for which --minutes and rows are given. The label is printed and written as label.svg,
-    label.html, label.json and label-badge.json. Exits with 1 if an audit missed its target or did not fit in the
-    minutes.
+    folder of a federation, or the id of a model on the Hugging Face hub. The command reads the files once. It runs the
+    model only for audits, which need --minutes and data. The label is printed, and written as label.svg, label.html,
+    label.json and label-badge.json. Exits with 1 if an audit missed a target or did not end in time.
     """
     from netweight.core.hub import local_model
     from netweight.labels.comparison import comparison_lines

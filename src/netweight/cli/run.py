@@ -55,8 +55,8 @@ def run(
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
-    Steps that an earlier run finished are not done again, and `--plan` shows which: a step is identified by its input,
-    its settings and the files that these name. Exits with 1 if a target is missed or could not be measured.
+    Steps that an earlier run finished are not run again; `--plan` shows which. A step is the same if its input, its
+    settings and the files that they name are unchanged. Exits with 1 if a target is missed or could not be measured.
     """
     from netweight import recipes
     from netweight.report.report import read_report
@@ -175,9 +175,9 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
 def report(context: click.Context, run: Path, model: Path | None, output: Output) -> None:
     """Show the verdict and the findings of RUN, and write RUN/report.html again from RUN/report.json.
 
-    RUN is the folder of a run. With --card the README.md of a model's folder gets a section with all findings, and one
-    with what the records in the folder state about its treatment. Exits with 1 if the verdict is "failed", as the run
-    did, and with 2 when there is no report.json in RUN, or it does not fit the schema.
+    RUN is the folder of a run. With --card, two sections are written into the README.md of a model's folder: one with
+    all findings, and one that describes the treatment as the records in the folder state it. Exits with 1 if the
+    verdict is not to publish, and with 2 if RUN contains no report.json or one that does not fit the schema.
     """
     from netweight.report.report import read_report, rewrite
     from netweight.report.verdict import decide

@@ -10,7 +10,7 @@ PUBLISH: Command[Any] = Command(
     run=lazy("netweight.plugins.publish:publish"),
     summary="Check a model's folder, and upload it to the Hugging Face hub.",
     description="Checks the license, the model card, the verdict of the run that tested the model, digests, files that "
-    "do not belong in a published model, and paths of this machine in its files. Without --to nothing is uploaded, "
+    "do not belong in a published model, and paths of this machine in its files. Without --to, nothing is uploaded, "
     "and the command for it is printed. With --to the folder is uploaded if all checks pass. Exits with 1 if one does "
     "not.",
     example="netweight publish my-model-release --to me/my-model-release",

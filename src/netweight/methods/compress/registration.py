@@ -19,9 +19,9 @@ COMPRESS: Method[Any] = Method(
     run=lazy(f"{_COMMANDS}:compress"),
     summary="Compress a model's files, without changing a bit or with rounded weights.",
     description="SRC is a .safetensors file, the folder of a transformers or diffusers model, pipeline or adapter, or "
-    "the id of a model on the Hugging Face hub (owner/name). All other files are carried over. A run that was "
-    "interrupted continues where it stopped when it is started again. Weights are kept bit for bit unless "
-    "--mantissa-bits is given.",
+    "the id of a model on the Hugging Face hub (owner/name). Files without weights are "
+    "copied. No bit of a weight changes "
+    "unless --mantissa-bits is given. To continue an interrupted run, give the same command again.",
     example="netweight compress my-model my-model-compressed",
     arguments=(
         SOURCE.named("source", metavar="SRC"),
@@ -41,9 +41,8 @@ DECOMPRESS: Command[Any] = Command(
     run=lazy(f"{_COMMANDS}:decompress"),
     summary="Restore the original files of a compressed model.",
     description="SRC is a compressed .safetensors file or folder, or its id on the Hugging Face hub. Files are "
-    "restored byte for byte and all digests are checked. Weights that were rounded when the model was compressed stay "
-    "rounded; the command then says so. A run that was interrupted continues where it "
-    "stopped when it is started again.",
+    "restored byte for byte, and all digests are checked. Weights that were rounded when the model was compressed stay "
+    "rounded, and the command prints a warning. To continue an interrupted run, give the same command again.",
     example="netweight decompress my-model-compressed my-model",
     arguments=COMPRESS.arguments,
 )
@@ -53,10 +52,13 @@ INSPECT: Command[Any] = Command(
     lazy(f"{_SETTINGS}:InspectSettings"),
     run=lazy(f"{_COMMANDS}:inspect"),
     summary="List the tensors in weight files, with their size and entropy.",
-    description='PATH is a .safetensors file, a folder, compressed or not, or the id of a model on the hub. "stored '
-    'bits" are the bits that the file spends on each weight. Entropies are in bits per weight, too; the shares of '
-    "sign, exponent and mantissa are those of the total entropy. A tensor of few values shows less entropy than its "
-    "kind has: no part can show more than log2(values) bits.",
+    description="PATH is a .safetensors file or a folder, compressed or not, or the id of "
+    "a model on the hub. The column "
+    '"stored bits" gives the bits per weight in the file, "entropy" the bits per weight '
+    "that an ideal code needs, and the "
+    "columns for sign, exponent and mantissa give their parts of the entropy. The "
+    "entropy of a tensor with few values is "
+    "an underestimate, because it cannot exceed log2(values) bits.",
     example="netweight inspect my-model --tensor '**.attention.**'",
     arguments=(MODEL.named("path"),),
 )
@@ -66,9 +68,10 @@ VERIFY: Command[Any] = Command(
     lazy(f"{_SETTINGS}:VerifySettings"),
     run=lazy(f"{_COMMANDS}:verify"),
     summary="Check that a compressed model is intact and identical to its original.",
-    description="The original is compared where --against names it. Of rounded tensors the command proves that they "
-    "are intact, and that every weight is within its bound of the original. Exits with 1 if anything is damaged or "
-    "differs.",
+    description="Without --against, all digests are checked. With --against, every tensor and every file is also "
+    "compared with the original; for rounded tensors, the command checks that every "
+    "weight is within its bound. Exits with "
+    "1 if anything is damaged or differs.",
     example="netweight verify my-model-compressed --against my-model",
     arguments=(MODEL.named("path"),),
 )
