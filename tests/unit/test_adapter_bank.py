@@ -176,7 +176,7 @@ def test_a_bank_that_grew_under_a_reader_says_so(tmp_path):
             early, late = (AdapterBank.open(tmp_path / "bank") for _ in range(2))
             early.stack(0, 1)
     assert same(early.adapter(0), mixed(0))  # what was opened stays readable
-    with pytest.raises(CorruptBlob, match=r"the bank has changed\. Open the bank again"):
+    with pytest.raises(CorruptBlob, match=r"the bank was changed\. Open the bank again"):
         late.adapter(0)
 
 
@@ -435,7 +435,7 @@ def test_damage_is_found(folder, tmp_path, compress):
     values["shards"][0]["names"][0] = "2"
     for text in ("{", "[]", json.dumps(values)):
         record.write_text(text)
-        with pytest.raises(CorruptBlob, match="not a record of a bank in version 1"):
+        with pytest.raises(CorruptBlob, match="not a record of a bank of adapters in version 1"):
             AdapterBank.open(tmp_path / "bank")
 
 
