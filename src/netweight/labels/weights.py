@@ -1,4 +1,4 @@
-"""One pass over every tensor: size before and after lossless compression, where the bits go, and what is odd.
+"""One pass over every tensor: size before and after lossless compression, entropies, and irregularities.
 
 Tensors are read in pieces of about a megabyte on several threads, so memory does not grow with the size of a tensor.
 The compressed size is that of the codec at its default level, which encodes every piece as `netweight compress` would

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` with a defense's loss, for those who train with it: any optimizer, schedule and callback.
+"""A `Trainer` of transformers with the loss of a defense, for any optimizer, schedule and callback.
 
     trainer = ImmunizeTrainer(model, TrainingArguments("out", learning_rate=2e-5), train_dataset=pairs, pad_id=0)
     trainer.train()

@@ -1,4 +1,4 @@
-"""A recipe's YAML file → a `Recipe` of which everything that can be known before work has been checked; and its schema.
+"""Reading a recipe's YAML file into a `Recipe`, with all checks that are possible before the work, and its schema.
 
 `netweight run --schema` prints the schema, made of the settings of the treatments and attacks that are known. A recipe
 names it in its first line, by which editors check it: `# yaml-language-server: $schema=FILE`.

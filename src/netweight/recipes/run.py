@@ -1,4 +1,4 @@
-"""A checked recipe → a plan of steps → results, sections and a report; what an earlier run did is not done again.
+"""Running a checked recipe: a plan of steps, their results, and a report. Finished steps are not run again.
 
 Results are known again by digests of all that they were made from.
 """

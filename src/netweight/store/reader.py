@@ -1,4 +1,4 @@
-"""Reading tensors from safetensors files and folders, compressed or not, without reading what is not asked for."""
+"""Reading tensors from safetensors files and folders, compressed or not; only the requested bytes are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of numbers: how often every sign, exponent and mantissa occurs in a tensor, and their entropies.
+"""Statistics of the parts of numbers: counts of every sign, exponent and mantissa in a tensor, and their entropies.
 
 This is the observation on which lossless compression of weights rests (NeuZip, arXiv 2410.20650, section 3.1, figures 1
 and 5): signs and mantissas look random, exponents do not. Integers and truth values have no such parts and are counted

@@ -1,4 +1,4 @@
-"""The tensors of a file or folder, one by one: sizes, dtypes and how their bits are spread, and plots of the latter.
+"""Inspection of the tensors of a file or folder: sizes, dtypes, entropies of their bits, and plots of these.
 
 Used by `netweight inspect`; `bits.py` counts the bits.
 """

@@ -1,4 +1,4 @@
-"""The audit of compression: what comes back is compared with what was recorded, and with the original if given.
+"""The audit of compression: decoded tensors are compared with recorded digests, and with the original if given.
 
 Of rounded weights every one must be within its bound; this shares no code with the rounding.
 """

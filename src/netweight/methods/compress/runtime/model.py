@@ -1,4 +1,4 @@
-"""Whole models turned compressed in memory, dense again, and from one form of payloads to the other, in place."""
+"""Conversion of whole models in place: dense to compressed and back, and from one form of payloads to the other."""
 
 from __future__ import annotations
 

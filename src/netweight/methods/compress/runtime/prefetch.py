@@ -1,4 +1,4 @@
-"""Decoding the next weights while the current layer computes: what `decode_ahead` opens.
+"""Decoding the next weights while the current layer computes (`decode_ahead`).
 
 After a weight is taken, those that followed it the last time are decoded; a changed order costs one decoding. On the
 CPU a second thread does it, the codec's own. On a GPU it is done on a stream of its own, into memory that layers share.

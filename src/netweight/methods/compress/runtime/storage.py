@@ -1,4 +1,4 @@
-"""The compressed bytes of one weight: encoded, decoded, moved between devices and written anew.
+"""The compressed bytes of one weight: encoding, decoding, moving between devices, replacing.
 
 A *payload* is a U8 tensor on the weight's device: eight bytes of length, the codec's blob, and room for it to grow. One
 that lies in a mapped file, where it was loaded from, is the blob alone: it is compared with its checks while it is
