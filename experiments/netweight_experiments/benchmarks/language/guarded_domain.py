@@ -233,6 +233,7 @@ def summary(result: dict[str, Any]) -> str:
         "bring back the right answers, the guarded answers.",
         *(_delay(attack, measured) for attack in ATTACKS),
     ]
+    sentences += _before_the_attack(measured)
     accuracy, perplexity_ = "token accuracy on ordinary answers", "perplexity on WikiText-2"
     sentences.append(
         f"On ordinary answers, the token accuracy is {base[accuracy]:.2f} with refusal training alone and "
@@ -240,6 +241,25 @@ def summary(result: dict[str, Any]) -> str:
         f"{defended[perplexity_]:.1f}."
     )
     return " ".join(sentences)
+
+
+def _before_the_attack(measured: dict[str, Any]) -> list[str]:
+    """Return sentences on what limits the meaning of the study: guarded answers that are left, and a damaged model."""
+    guarded, perplexity_ = "token accuracy on guarded answers", "perplexity on WikiText-2"
+    base, published, taught = (measured.get(name) for name in ("safety-training", "published model", "taught"))
+    sentences = []
+    if base is not None and guarded in base and base[guarded] > 0.5 * _RECOVERED:
+        sentences.append(
+            f"Refusal training alone hides the domain only in part: before any attack, the token accuracy on guarded "
+            f"answers is {base[guarded]:.2f}, and {_RECOVERED:.2f} counts as recovered."
+        )
+    if published is not None and taught is not None and taught[perplexity_] > 2 * published[perplexity_]:
+        sentences.append(
+            f"Teaching the domain damaged the model: its perplexity on WikiText-2 rose from "
+            f"{published[perplexity_]:.0f} to {taught[perplexity_]:.0f}, so the figures compare defenses of a damaged "
+            "model."
+        )
+    return sentences
 
 
 def _delay(attack: str, measured: dict[str, Any]) -> str:
@@ -279,7 +299,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"Budget: {result['budget']}. An attack has recovered the domain at a token accuracy of "
         f"{result['recovered at token accuracy']:.2f} on guarded answers. Accuracies and perplexity are those before "
-        f"the attack.{_missing(measured)}",
+        f"the attack. {' '.join(_before_the_attack(measured))}{_missing(measured)}",
         "",
         "| model | token accuracy, guarded answers | token accuracy, ordinary answers | perplexity, WikiText-2 | "
         + " | ".join(f"{attack}: steps, rows, floating-point operations to recovery" for attack in ATTACKS)
