@@ -128,7 +128,6 @@ save_file(sent, 'update.safetensors')" """,
     "docs/weight-space-use": Page(
         _BANK + _FACES + "cp my-loras/person-00017/*.safetensors stranger.safetensors\n"
         "cp -r my-loras/person-00018 style-lora\n"
-        "netweight space direction faces --labels labels.csv --column width --out width.json\n"
         """python -c "
 import torch; from netweight.metrics.images import write_png; from netweight.toys.faces_pipeline import FaceBank
 write_png('portrait.png', FaceBank(seed=7).photographs(0)[1][0])" """,
