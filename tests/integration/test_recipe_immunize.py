@@ -95,7 +95,7 @@ output: out
         "attacks.0: there is no attack 'fintune'. Nearest: finetune",
         "attacks.1.finetune.grid: must be 'adaptive', 'quick' or 'paper', not 'huge'",
         "attacks.1.finetune.lr.0: must be greater than 0, not 0",
-        "attacks.2.finetune: benign_share mixes benign rows in",
+        "attacks.2.finetune: benign_share mixes in benign rows",
     ):
         assert expected in answer.stderr
     Path("recipe.yaml").write_text("subject: model\noutput: out\n")

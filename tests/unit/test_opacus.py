@@ -38,7 +38,7 @@ def test_what_cannot_be_is_refused():
         accounting.noise_multiplier(-1, 1e-5, n=600, batch_size=50, epochs=1)
     with pytest.raises(UsageError, match="published outright"):
         accounting.noise_multiplier(4, 0.01, n=600, batch_size=50, epochs=1)
-    with pytest.raises(UsageError, match="nothing is private"):
+    with pytest.raises(UsageError, match="gives no privacy"):
         accounting.epsilon_spent(0, 1e-5, n=600, batch_size=50, epochs=1)
     with pytest.raises(UsageError, match="no client"):
         accounting.noise_multiplier_for_all(4, 1e-5, sizes=[], batch_size=50, epochs=1)

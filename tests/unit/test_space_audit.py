@@ -131,7 +131,7 @@ def test_a_correction_takes_back_what_an_edit_changed_besides():
     assert torch.allclose(less, torch.full_like(less, -0.1), atol=0.01)
     with pytest.raises(NameNotFound, match="'pink'"):
         steps("pink")
-    with pytest.raises(UsageError, match="correct nothing"):
+    with pytest.raises(UsageError, match="do not match"):
         steps(directions=directions[:1], ranges=[1.0])
     with pytest.raises(UsageError, match="2 attributes"):
         steps(directions=directions[:2], ranges=[1.0, 1.0])

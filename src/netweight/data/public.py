@@ -117,7 +117,8 @@ def _beavertails(split: str) -> Any:
         return importlib.import_module("datasets").load_dataset(_HUB, split=split)
     except (ImportError, OSError, ValueError) as error:
         raise MissingExtra(
-            f"BeaverTails was not found: NETWEIGHT_DATA contains no {within}.gz, and the hub gave nothing ({error}).",
+            f"BeaverTails was not found: NETWEIGHT_DATA contains no {within}.gz, and it could not be fetched "
+            f"from the hub ({error}).",
             cure='Go online with datasets installed (pip install "netweight[llm]"), or put the file there.',
         ) from error
 

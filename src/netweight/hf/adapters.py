@@ -117,7 +117,7 @@ def train_texts(
     """Train one adapter of a causal language model for each collection of examples, all in one forward pass."""
     empty = [name for name, rows in examples.items() if not rows]
     if empty:
-        raise UsageError(f"{empty[0]!r} has no examples.", cure="Leave it out, or give it some.")
+        raise UsageError(f"{empty[0]!r} has no examples.", cure="Leave it out, or give examples of it.")
     device = next(model.parameters()).device
     network: Any = model
 

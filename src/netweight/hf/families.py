@@ -49,7 +49,7 @@ def check_language_model(folder: str | Path) -> None:
     elif not causal and not config.get("is_decoder") and family in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         reason = "an encoder"
     elif not causal and family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        reason = f"of the family {family!r}" if family else "of no family that its config names"
+        reason = f"of the family {family!r}" if family else "a model whose family its config does not name"
     if reason:
         raise UsageError(
             f"{folder} ({name}) is {reason}, and this command supports only decoder language models.",

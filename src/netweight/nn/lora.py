@@ -37,7 +37,7 @@ class LowRank:
         """Refuse shapes that make no matrix."""
         if self.down.ndim != 2 or self.up.ndim != 2 or self.up.shape[1] != self.down.shape[0] or not len(self.down):
             raise UsageError(
-                f"Factors of shapes {tuple(self.up.shape)} and {tuple(self.down.shape)} make no low-rank matrix.",
+                f"Factors of shapes {tuple(self.up.shape)} and {tuple(self.down.shape)} do not make a low-rank matrix.",
                 cure="Give up as (rows, rank) and down as (rank, columns), rank at least 1.",
             )
 

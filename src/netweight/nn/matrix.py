@@ -73,7 +73,7 @@ class MatrixFile:
             raise CorruptBlob(f"{path} is shorter than its header says: {shape[0]} × {shape[1]} numbers do not fit it.")
         self._start, self._stop, self._length = start, shape[0] if stop is None else stop, shape[1]
         if not 0 <= self._start < self._stop <= shape[0]:
-            raise UsageError(f"{path} has {shape[0]} rows; there are none from {start} to {stop}.")
+            raise UsageError(f"{path} has {shape[0]} rows, so rows {start} to {stop} do not exist.")
 
     @property
     def shape(self) -> tuple[int, int]:

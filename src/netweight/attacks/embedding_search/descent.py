@@ -223,7 +223,7 @@ def further(
         shown = [(prompt, image)] if kind == "relearn-one" else list(others)[: 2 if kind == "relearn-few" else None]
         if not shown:
             raise UsageError(
-                f"The attack {kind!r} trains on other memorized pictures, and there is none.",
+                f"The attack {kind!r} trains on other memorized pictures, and only one was given.",
                 cure='Give two targets or more, or choose "relearn-one".',
             )
         rate = settings.relearning * (10 if kind == "lora" else 1)

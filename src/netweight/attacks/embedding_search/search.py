@@ -305,7 +305,7 @@ def starting_points(
     if not others and set(settings.starts) & {"unrelated", "noise"}:
         raise UsageError(
             f"There is no prompt unrelated to {prompt!r} to start from.",
-            cure='Give some, or search from the start "original" alone.',
+            cure='Give unrelated prompts, or search only from the start "original".',
         )
     first = derive(seed, "unrelated") % len(others) if others else 0
     names: list[tuple[Start, int]] = []

@@ -197,7 +197,7 @@ def check_attack(subject: Subject, settings: AttackSettings) -> None:
         )
     if (settings.benign_first or settings.benign_share or settings.rows != "kept") and not subject.benign:
         raise UsageError(
-            "The attack needs benign examples, to train on or to compare with, and the subject has none.",
+            "The attack needs benign examples, to train on or to compare with, and none were given.",
             cure="Give benign rows (--benign).",
         )
 

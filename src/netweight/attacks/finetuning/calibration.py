@@ -71,7 +71,7 @@ def calibrate(
     if best <= guessing:
         raise UsageError(
             f"No attack brings the undefended model above chance: its best token accuracy is {best:.3f}, and always "
-            f"guessing the commonest token gives {guessing:.3f}. So nothing could be called recovered.",
+            f"guessing the commonest token gives {guessing:.3f}. Recovery could not be measured.",
             cure="Attack a base that was trained, with more --max-steps or other --lr.",
         )
     return Calibration(first.score, best)

@@ -96,7 +96,9 @@ def attack_folders(
     The base is to be what the defense began with, unless it may be from `earlier` steps of a recipe.
     """
     if settings.also and settings.base is None:
-        raise UsageError("Further defended models are compared with a base, and there is none.", cure="Give the base.")
+        raise UsageError(
+            "Further defended models are compared with a base, and no base was given.", cure="Give the base."
+        )
     check(Path(model), settings, earlier=earlier)
     with settings.running() as engine:
         plan = _plan(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)

@@ -96,7 +96,7 @@ class AttackSettings(Settings):
     benign_share: float = Field(
         0.0, ge=0, le=1,
         description="Share of each later batch that is benign examples: an attacker who keeps the model's abilities; "
-        "1 trains on nothing else.",
+        "1 trains only on these.",
     )  # fmt: skip
     precision: Precision = Field(
         "fp32",
@@ -354,7 +354,7 @@ class FolderAttack(TextOptions):
         if self.address is not None and self.engine != "ray":
             raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
         if self.benign_share and self.benign is None:
-            raise UsageError("benign_share mixes benign rows in, and there are none.", cure="Give benign rows.")
+            raise UsageError("benign_share mixes in benign rows, and none were given.", cure="Give benign rows.")
         taken = {DEFENDED, "undefended", "model"} & self.also.keys()
         if taken:
             raise UsageError(f"The name {min(taken)!r} among the further models is taken.", cure="Choose another.")

@@ -245,7 +245,7 @@ class Panel:
             said = self.examiner.read(self.ordinary[0], self.own_answers[0]).text
             raise UsageError(
                 f"The judge calls {sum(flags)} of {len(flags)} answers to ordinary prompts refusals, such as {said!r}, "
-                "so that it says nothing of the others.",
+                "so that it cannot judge the others.",
                 cure="Give other --phrases or another --judge, or ordinary prompts that the model answers.",
             )
 

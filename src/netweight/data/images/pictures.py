@@ -167,7 +167,7 @@ def _naming(name: str) -> Iterator[None]:
     except (OSError, TypeError, ValueError, SyntaxError, IndexError, EOFError) as error:
         reason = str(error).rstrip(".")
         if "BytesIO" in reason:  # Pillow names what it was given, not what it is
-            reason = "its bytes are of no known format"
+            reason = "its format is unknown"
         raise UsageError(
             f"{name} is not a picture that Pillow can read: {reason}.", cure="Remove or repair it."
         ) from error

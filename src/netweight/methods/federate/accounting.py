@@ -259,7 +259,7 @@ def epsilon_spent(noise: float, delta: float, *, n: int, batch_size: int, epochs
     """Return the ε, for one example added or removed, that private training of one client has spent."""
     rate, steps = schedule_of(n, batch_size, epochs)
     if noise <= 0:
-        raise UsageError(f"With a noise multiplier of {noise} nothing is private.", cure="Give a number above 0.")
+        raise UsageError(f"A noise multiplier of {noise} gives no privacy.", cure="Give a number above 0.")
     _check_budget(1.0, delta, n)
     return epsilon_of([(noise, rate, steps)], delta)
 

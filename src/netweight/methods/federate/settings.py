@@ -141,7 +141,7 @@ class Federation(Settings):
         default=3.0,
         ge=1,
         description="Largest number of examples that a client may claim in the plain mean, as a multiple of the "
-        "round's median; the other rules ignore claims that nobody has registered.",
+        "round's median; the other rules ignore claims.",
     )
     server_noise: Annotated[float, Cli(own=False)] = Field(
         default=0.0,

@@ -86,7 +86,7 @@ def bootstrap_cosine(
     # Stability, not truth: a direction that is wrong every time in the same way is stable. The penalty stays as it was
     # chosen.
     if resamples < 20:
-        raise UsageError(f"{resamples} resamples make no interval.", cure="Draw 20 or more.")
+        raise UsageError(f"{resamples} resamples are too few for an interval.", cure="Draw 20 or more.")
     task = _task(scores, labels, column, confounders, 2)
     whole = _solved(task, kind)
     generator = torch_generator(seed, "bootstrap", column)

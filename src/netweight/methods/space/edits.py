@@ -282,7 +282,7 @@ def corrected_steps(
         raise NameNotFound(f"There is no direction {target!r} among {names}.", cure="Name one of them.")
     if len(directions) < 2 or len(ranges) != len(directions):
         raise UsageError(
-            f"{len(directions)} directions and {len(ranges)} ranges correct nothing.",
+            f"{len(directions)} directions and {len(ranges)} ranges do not match.",
             cure="Give a direction and a range for every attribute that is read.",
         )
     index, scale, unit = names.index(target), torch.tensor(ranges), deviations.double().cpu()

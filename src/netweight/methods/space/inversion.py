@@ -221,7 +221,7 @@ def _masks(masks: Tensor, images: Tensor, latents: Tensor) -> Tensor:
     empty = (small.flatten(1).sum(1) == 0).nonzero()[:, 0].tolist()
     if empty:
         raise UsageError(
-            f"The mask of image {empty[0]} has nothing that counts.",
+            f"The mask of image {empty[0]} covers the whole image.",
             cure="Give 1 where the image counts, else 0.",
         )
     return small.to(latents)
