@@ -79,4 +79,6 @@ def test_an_edit_that_changes_nothing_fails_its_check_and_the_command(tmp_path):
     assert said["check"]["after"] == said["check"]["before"]
     assert "still come back" in said["check"]["verdict"]
     assert not said["check"]["passed"]
+    assert any("4 ordinary prompts are few" in remark for remark in said["remarks"])
+    assert "4 ordinary prompts are few" in " ".join(done.stderr.split())
     assert [each["name"] for each in said["findings"] if each["value"]] == ["pictures that still come back"]
