@@ -28,71 +28,81 @@ class Family:
     """Whether modules are called as in diffusers."""
     skip: str = ""
     """Modules (a regular expression) that diffusers does not load in this naming, or not as the model means them."""
-    because: str = ""
-    """What diffusers does with these."""
+    exception: str = ""
+    """These modules and the reason, as the table of the documentation has them."""
     only: str = field(default=".*")
     """Modules of files that exist."""
 
 
-_RENAMES = "diffusers keeps the authors' names, and finds no such module"
-_SWAP = "diffusers does not swap the halves of this matrix, as its conversion of whole models does"
-
-_ALPHA = "diffusers ignores the alpha of these modules"
+_NORMS = "not compared: normalizations"
+_RENAMES = "diffusers keeps the authors' names there, and finds no such modules"
+_SWAP = (
+    "except for the modulation of the final layer (`adaLN`): diffusers does not swap the halves of this matrix, as its "
+    "conversion of whole models does"
+)
+_ALPHA = "except for the final layer, whose alpha diffusers ignores"
+_FINAL = f"except for `x_embedder` and the final layer: {_RENAMES}"
+_VIEWS = "not compared: attention to an input image"
 
 FAMILIES = [
     Family("stable-diffusion", "kohya", "lora_unet_", "StableDiffusionLoraLoaderMixin", True, 2.0, True,
-           skip=".*norm.*|time_emb.*|.*motion.*"),
+           skip=".*norm.*|time_emb.*|.*motion.*",
+           exception=f"{_NORMS}, the time embedding, motion modules"),
     Family("stable-diffusion", "diffusers", "unet.", "StableDiffusionLoraLoaderMixin", diffusers=True,
-           skip=".*norm.*|.*motion.*"),
+           skip=".*norm.*|.*motion.*", exception=f"{_NORMS}, motion modules"),
     Family("stable-diffusion", "ComfyUI, OneTrainer", "diffusion_model.", None),
     Family("sdxl", "kohya", "lora_unet_", "StableDiffusionXLLoraLoaderMixin", True, 2.0,
-           skip=".*norm.*|.*(in_layers_0|out_layers_0).*|out_0"),
-    Family("sdxl", "diffusers", "unet.", "StableDiffusionXLLoraLoaderMixin", diffusers=True, skip=".*norm.*"),
+           skip=".*norm.*|.*(in_layers_0|out_layers_0).*|out_0", exception=_NORMS),
+    Family("sdxl", "diffusers", "unet.", "StableDiffusionXLLoraLoaderMixin", diffusers=True, skip=".*norm.*",
+           exception=_NORMS),
     Family("sdxl", "OneTrainer", "unet.", None),
     Family("sdxl", "ComfyUI", "diffusion_model.", None),
     Family("sd3", "diffusers, SimpleTuner", "transformer.", "SD3LoraLoaderMixin", diffusers=True),
     Family("sd3", "kohya", "lora_unet_", None, True, 2.0),
     Family("sd3", "ComfyUI", "diffusion_model.", None),
-    Family("flux", "kohya", "lora_unet_", "FluxLoraLoaderMixin", True, 2.0, skip="final_layer.*", because=_ALPHA),
+    Family("flux", "kohya", "lora_unet_", "FluxLoraLoaderMixin", True, 2.0, skip="final_layer.*", exception=_ALPHA),
     Family("flux", "ComfyUI", "diffusion_model.", "FluxLoraLoaderMixin", True, 2.0,
-           skip="final_layer.*", because=_ALPHA),
+           skip="final_layer.*", exception=_ALPHA),
     Family("flux", "diffusers, ai-toolkit", "transformer.", "FluxLoraLoaderMixin", diffusers=True),
     Family("flux", "OneTrainer", "lora_transformer_", "FluxLoraLoaderMixin", True, 2.0, True,
            skip=".*(ff|norm1|norm|proj_mlp|proj_out|single_transformer).*",
-           because="diffusers reads attention of double blocks and the embedders only, and refuses the rest"),
+           exception="only for attention in double blocks and for the embedders; diffusers refuses the rest"),
     Family("chroma", "kohya", "lora_unet_", None, True, 2.0),
     Family("chroma", "diffusers, ai-toolkit", "transformer.", "FluxLoraLoaderMixin", diffusers=True),
     Family("flux2", "ai-toolkit, ComfyUI", "diffusion_model.", "Flux2LoraLoaderMixin",
-           skip="final_layer.adaLN.*", because=_SWAP),
+           skip="final_layer.adaLN.*", exception=_SWAP),
     Family("flux2", "peft of the authors' model", "base_model.model.", "Flux2LoraLoaderMixin",
-           skip="final_layer.adaLN.*", because=_SWAP),
+           skip="final_layer.adaLN.*", exception=_SWAP),
     Family("flux2", "kohya, musubi-tuner", "lora_unet_", "Flux2LoraLoaderMixin", True, 2.0,
            only="double_blocks.*|single_blocks.*|img_in|txt_in|time_in.*|final_layer.linear"),
     Family("flux2", "diffusers", "transformer.", "Flux2LoraLoaderMixin", diffusers=True),
     Family("qwen-image", "kohya, musubi-tuner", "lora_unet_", "QwenImageLoraLoaderMixin", True, 2.0,
-           skip=".*addition_t.*"),
+           skip=".*addition_t.*", exception="not compared: the embedding of additional timesteps (`addition_t`)"),
     Family("qwen-image", "ComfyUI, ai-toolkit", "diffusion_model.", "QwenImageLoraLoaderMixin"),
     Family("qwen-image", "Qwen-Image-Lightning", "", "QwenImageLoraLoaderMixin", True, 2.0),
     Family("qwen-image", "diffusers", "transformer.", "QwenImageLoraLoaderMixin", diffusers=True),
     Family("z-image", "ai-toolkit, ComfyUI", "diffusion_model.", "ZImageLoraLoaderMixin", True, 2.0,
-           skip="x_embedder|final_layer.*", because=_RENAMES),
+           skip="x_embedder|final_layer.*", exception=_FINAL),
     Family("z-image", "kohya, musubi-tuner", "lora_unet_", "ZImageLoraLoaderMixin", True, 2.0,
-           skip="x_embedder|final_layer.*", because=_RENAMES),
+           skip="x_embedder|final_layer.*", exception=_FINAL),
     Family("z-image", "diffusers", "transformer.", "ZImageLoraLoaderMixin", diffusers=True),
     Family("wan", "DiffSynth, ComfyUI, ai-toolkit", "diffusion_model.", "WanLoraLoaderMixin",
-           skip="vace.*|patch_embedding|blocks.0.cross_attn.*_img", because="diffusers refuses them"),
+           skip="vace.*|patch_embedding|blocks.0.cross_attn.*_img",
+           exception="except for VACE, the patch embedding and attention to an input image, which diffusers refuses"),
     Family("wan", "lightx2v", "diffusion_model.", "WanLoraLoaderMixin", True, 2.0,
-           only="blocks.0.(self_attn|cross_attn|ffn).*", skip=".*_img"),
+           only="blocks.0.(self_attn|cross_attn|ffn).*", skip=".*_img", exception=_VIEWS),
     Family("wan", "musubi-tuner", "lora_unet_", "WanLoraLoaderMixin", True, 2.0,
-           only="blocks.0.(self_attn|cross_attn|ffn).*", skip=".*_img"),
+           only="blocks.0.(self_attn|cross_attn|ffn).*", skip=".*_img", exception=_VIEWS),
     Family("wan", "diffusers", "transformer.", "WanLoraLoaderMixin", diffusers=True),
     Family("hunyuan-video", "the authors, ComfyUI", "diffusion_model.", "HunyuanVideoLoraLoaderMixin",
            skip="final_layer.adaLN.*|txt_in.individual.*qkv|txt_in.c_embedder.*",
-           because="diffusers also swaps the halves of the down factor, and splits that of the refiner's queries"),
+           exception="except for the modulation of the final layer and the fused queries, keys and values of the "
+                     "token refiner, whose down factors diffusers swaps or splits as well; not compared: "
+                     "`txt_in.c_embedder`"),
     Family("hunyuan-video", "musubi-tuner", "lora_unet_", None, True, 2.0),
     Family("hunyuan-video", "diffusers", "transformer.", "HunyuanVideoLoraLoaderMixin", diffusers=True),
     Family("ltx", "ComfyUI, the authors", "diffusion_model.", "LTXVideoLoraLoaderMixin",
-           skip="patchify_proj|adaln.*", because=_RENAMES),
+           skip="patchify_proj|adaln.*", exception=f"except for `patchify_proj` and `adaln`: {_RENAMES}"),
     Family("ltx", "diffusers", "transformer.", "LTXVideoLoraLoaderMixin", diffusers=True),
     Family("ltx2", "ComfyUI, the authors", "diffusion_model.", "LTX2LoraLoaderMixin"),
     Family("ltx2", "diffusers", "transformer.", "LTX2LoraLoaderMixin", diffusers=True),
@@ -100,7 +110,8 @@ FAMILIES = [
     Family("hidream", "diffusers", "transformer.", "HiDreamImageLoraLoaderMixin", diffusers=True),
     Family("lumina2", "ComfyUI, OneTrainer", "diffusion_model.", "Lumina2LoraLoaderMixin",
            only="(layers|noise_refiner|context_refiner).*",
-           skip="context_refiner.0.adaLN.*", because="the context refiner has no such parameter"),
+           skip="context_refiner.0.adaLN.*",
+           exception="not compared: the modulation of the context refiner, which has none"),
     Family("lumina2", "diffusers", "transformer.", "Lumina2LoraLoaderMixin", diffusers=True),
     Family("krea2", "the authors, ComfyUI", "diffusion_model.", "Krea2LoraLoaderMixin"),
     Family("krea2", "ai-toolkit", "base_model.model.", "Krea2LoraLoaderMixin"),
@@ -125,12 +136,15 @@ def table() -> str:
     """The table of families for the documentation."""
     from netweight.store.lora_formats.naming import naming_called
 
-    lines = ["| architecture | written by | names begin with | what diffusers loads |", "|---|---|---|---|"]
+    lines = [
+        "| architecture | written by | prefix of the names | names of modules | change that diffusers loads |",
+        "|---|---|---|---|---|",
+    ]
     for each in FAMILIES:
-        start = f"`{each.start}`" if each.start else "nothing"
-        loaded = "reads no LoRA in this naming" if each.mixin is None else "the same change, to 1e-6"
-        if each.because:
-            loaded += f"; some modules are not compared, because {each.because}"
-        whose = "names of diffusers" if each.diffusers else "authors' names"
-        lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start}, {whose} | {loaded} |")
+        start = f"`{each.start}`" if each.start else "none"
+        loaded = "not compared: diffusers reads no LoRA in this naming" if each.mixin is None else "the same"
+        if each.exception:
+            loaded += f"; {each.exception}"
+        whose = "those of diffusers" if each.diffusers else "those of the authors"
+        lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start} | {whose} | {loaded} |")
     return "\n".join(lines)
