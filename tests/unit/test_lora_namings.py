@@ -14,6 +14,8 @@ from naming_families import FAMILIES, Family, table
 
 from netweight import read_adapter, write_adapter
 from netweight.errors import CorruptBlob, UsageError
+from netweight.methods.space.converting import convert_file
+from netweight.methods.space.settings import ConvertSettings
 from netweight.store.lora_formats.naming import flat, naming_called, namings
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 from netweight.store.lora_formats.writing import layout_like
@@ -163,3 +165,22 @@ def test_the_page_has_the_table_of_families():
     if os.environ.get("NETWEIGHT_WRITE_PAGES") == "1":
         page.write_text(written, encoding="utf-8")
     assert page.read_text(encoding="utf-8") == written
+
+
+@pytest.mark.parametrize("names", [
+    ("transformer.transformer_blocks.0.attn1.to_q", "transformer.transformer_blocks.0.norm1.linear"),  # CogVideoX
+    ("diffusion_model.layers.0.attn.to_q", "diffusion_model.noise_refiner.0.attn.to_q"),  # OmniGen2
+])  # fmt: skip
+def test_names_that_two_tables_share_with_an_unknown_architecture_are_kept(tmp_path, names):
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name in names:
+        tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"] = factors(name, 12, 12)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    plan = plan_adapter(tmp_path / "lora.safetensors")
+    assert plan.naming is None
+    assert set(plan.parts) == set(names)
+    made = convert_file(tmp_path / "lora.safetensors", tmp_path / "new.safetensors", ConvertSettings(),
+                        overwrite=False)  # fmt: skip
+    assert load_file(made.path).keys() == tensors.keys()

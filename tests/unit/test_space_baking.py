@@ -109,8 +109,13 @@ def test_other_copies_of_the_weights_are_left_out_and_hashes_of_them_removed(tmp
     half = {name: one.half() for name, one in weights.items()}
     save_file(half, tmp_path / "base" / "model.fp16.safetensors")
     torch.save(weights, tmp_path / "base" / "pytorch_model.bin")
+    for name in ("original", "2_Dense", ".git"):
+        (tmp_path / "base" / name).mkdir()
+        save_file({"linear.weight": torch.ones(2, 2)}, tmp_path / "base" / name / "model.safetensors")
     made = bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
-    assert made.left_out == ("model.fp16.safetensors", "pytorch_model.bin")
+    assert made.left_out == ("model.fp16.safetensors", "original/model.safetensors", "pytorch_model.bin")
+    assert (tmp_path / "baked" / "2_Dense" / "model.safetensors").is_file()
+    assert not (tmp_path / "baked" / ".git").exists()
     assert {file.name for file in (tmp_path / "baked").glob("*model*")} == {"model.safetensors"}
     with safe_open(tmp_path / "baked" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "modelspec.title": "mine"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, final
@@ -125,10 +126,13 @@ class ChangedCopy:
         """
         self._out.flush()
         again = xxhash.xxh3_128()
-        # Mapped, since nobody else can shorten this file, and mapping costs a third of reading.
-        with mmap.mmap(self._out.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
-            for start in range(0, len(content), _MAPPED):
-                again.update(content[start : start + _MAPPED])
+        # Mapped, since nobody else can shorten this file, and mapping costs a third of reading; window by window, since
+        # mapped pages count as memory of this process.
+        size = os.fstat(self._out.fileno()).st_size
+        for start in range(0, size, _MAPPED):
+            length = min(_MAPPED, size - start)
+            with mmap.mmap(self._out.fileno(), length, access=mmap.ACCESS_READ, offset=start) as window:
+                again.update(window)
         if again.digest() != self._digest.digest():
             raise OutputFailed(
                 f"{target} was written, and other bytes were read back.",

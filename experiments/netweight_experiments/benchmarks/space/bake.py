@@ -221,10 +221,10 @@ def main(*, work: Path, rounds: int = 5, threads: int = 1, compressed: bool = Fa
         shutil.rmtree(work / "baked-packed")
         return result | {"compressed": row}
     if peers:
-        row = baked(work, work / "model", work / "baked", threads)
+        baked(work, work / "model", work / "baked", threads)
         found = {"peft": against_peft(work), "diffusers": [against_diffusers(work, kind) for kind in ("unet", "flux")]}
         shutil.rmtree(work / "baked")
-        return result | {"peers": found, "bake": row}
+        return result | {"peers": found}
     once = baked(work, work / "model", work / "baked", threads)
     import diffusers  # noqa: F401  so that its import is not measured
     from transformers import LlamaForCausalLM  # noqa: F401

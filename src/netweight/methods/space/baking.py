@@ -131,11 +131,13 @@ def bake_files(
 
 def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> tuple[str, ...]:
     """Write a folder, and return the files that were left out."""
-    files = sorted(file for file in model.rglob("*") if file.is_file())
+    files = sorted(file for file in model.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(model)))
     folders = [model / name for name in COMPONENTS if (model / name).is_dir()] or [model]
     weights = {file: None if folder == model else folder.name for folder in folders for file in _weight_files(folder)}
     # Other files of weights beside those that change would still open, as a variant or in another program.
     changing = {model, *(file.parent for file in baking.files)}
+    if folders == [model]:  # a plain model; its modules of sentence-transformers lie in numbered folders
+        changing |= {file.parent for file in files if not re.match(r"\d+_", file.relative_to(model).parts[0])}
     stale = [file for file in files if file not in weights and file.name.endswith(_WEIGHTS) and file.parent in changing]
     stale = [file for file in stale if not _is_index_of(file, weights)]
     total = sum(file.stat().st_size for file in files)
@@ -151,6 +153,11 @@ def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -
                 task.update(file.stat().st_size)
         baking.check_all_used()
     return tuple(file.relative_to(model).as_posix() for file in stale)
+
+
+def _is_hidden(inside: Path) -> bool:
+    """Whether a file lies in a hidden folder, such as git's."""
+    return any(part.startswith(".") for part in inside.parts[:-1])
 
 
 def _is_index_of(file: Path, weights: Mapping[Path, str | None]) -> bool:

@@ -236,7 +236,7 @@ def bake(
             f"{', '.join(away[:3])}{' and others' if len(away) > 3 else ''}. Bake into a model in fp32 to keep it."
         )
     if made.left_out:
-        lines.append(f"Left out, since they contain the weights before the change: {', '.join(made.left_out)}.")
+        lines.append(f"Left out, since they may contain the weights before the change: {', '.join(made.left_out)}.")
     payload = {"path": str(destination), "modules": made.modules, "copied": made.copied, "changed": dict(made.changed),
                "rounded_away": list(away), "left_out": list(made.left_out)}  # fmt: skip
     return Result(lines, payload=payload, written=(destination,))

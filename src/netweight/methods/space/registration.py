@@ -219,8 +219,8 @@ COMMANDS: tuple[Entry, ...] = (
         summary="Add LoRAs to the weights of a model.",
         description="MODEL is a safetensors file, a model's folder or a pipeline's, compressed or not. A LoRA may be "
         "in any known naming and of any kind (DoRA, LoHa and LoKr, too), with a weight behind it: "
-        "style.safetensors=0.8. One tensor is in memory at a time, and everything else of MODEL is copied byte for "
-        "byte.",
+        "style.safetensors=0.8. Some rows of a tensor are in memory at a time, everything else of MODEL is copied byte "
+        "for byte, and what was written is read back.",
         example="netweight space bake my-pipeline style.safetensors=0.8 person.safetensors baked",
         arguments=(
             SOURCE.named("model", metavar="MODEL"), Argument("adapters", "text", metavar="LORA[=WEIGHT]...", many=True),

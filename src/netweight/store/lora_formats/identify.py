@@ -314,6 +314,8 @@ def _choose(
         _refuse_two(first, fitting, by_key, written, where)
         if level < _NOTED and _like_diffusers(by_key[first], fitting[first], written):
             return None, ()
+    if level < _NOTED and not whole_model and _like_another(by_key[first], fitting[first], written):
+        return None, ()
     # How a file is usually written decides which table comes first, and does not exclude another one.
     evidence = {key: _evidence(by_key[key], fitting[key], written, shapes, notes) for key in ranked}
     equal = [key for key in ranked if evidence[key] == level]
@@ -351,6 +353,17 @@ def _like_diffusers(naming: Naming, found: Mapping[str, tuple[Piece, ...]], writ
     return naming.component != "unet" or any(match.names == "diffusers" for match in matches)
 
 
+def _like_another(naming: Naming, found: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
+    """Whether names behind the authors' prefix are nowhere the authors', but only those that diffusers gives.
+
+    They are of an architecture in no table, whose authors give the names that diffusers gives another one.
+    """
+    if not all(each.spelling == "comfyui" for each in written):
+        return False
+    matches = [match for each in written if each.name in found and (match := _match(each, naming)) is not None]
+    return all(match.names == "diffusers" and not match.is_authors for match in matches)
+
+
 def _contradict(one: Mapping[str, tuple[Piece, ...]], other: Mapping[str, tuple[Piece, ...]]) -> bool:
     """Return whether a name means different modules in two tables."""
     return any(other.get(name, pieces) != pieces for name, pieces in one.items())
@@ -373,12 +386,19 @@ def _refuse_two(
         whole = (key for key, found in fitting.items() if each.name in found and names <= {*found, *fitting[best]})
         key = next(whole, None)
         alone = key and next((name for name in fitting[best] if name not in fitting[key] and name in numbered), None)
-        if key is not None and alone:
+        # Behind the prefix of diffusers, blocks of one family are of one model, which no table has.
+        if key is not None and alone and not (each.kind and _family(each) in {_family(one) for one in written
+                                                                             if one.name == alone}):  # fmt: skip
             raise CorruptBlob(
                 f"{where} holds modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
                 f"{tables[key].title}.",
                 cure="Save the two as files of their own; nothing opens both at once.",
             )
+
+
+def _family(each: _Written) -> str:
+    """What stands before the first number of a name, such as `transformer_blocks`."""
+    return re.split(r"\.\d+\.", each.paths[0], maxsplit=1)[0]
 
 
 def _evidence(
