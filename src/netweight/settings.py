@@ -115,7 +115,7 @@ class Settings(pydantic.BaseModel):
     """
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
+        allow_inf_nan=False, frozen=True, extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
     )
 
     options_group: ClassVar[str] = ""

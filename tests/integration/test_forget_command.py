@@ -123,6 +123,10 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
         left = [row for row in range(len(value)) if row not in rows] if value.ndim else []
         assert torch.equal(value[left], before[name][left])
     diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "edited")  # an ordinary folder
+    published = CliRunner().invoke(netweight, ["publish", str(tmp_path / "edited"), "--json"])
+    assert published.exit_code == 1
+    undoable = {each["name"]: each["value"] for each in json.loads(published.stdout)["findings"]}
+    assert undoable["edits that anybody can undo with the records in the folder"] == 1
 
     again = ("apply", tmp_path / "edited", tmp_path / "twice", "--neurons", tmp_path / "out" / "neurons.csv")
     assert "were edited before" in run(*again, code=2)["error"]["message"]
@@ -161,6 +165,9 @@ def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     other = run("localize", tmp_path / "other", "--prompts", folder / "ordinary.txt", *how, code=2)["error"]
     assert "statistics are of another model" in other["message"]
     (tmp_path / "units.json").write_text('{"version": 1, "units": {"mid_block.attn2.to_v": [0]}}')
+    odd = run("localize", folder / "pipeline", "--prompts", folder / "ordinary.txt", *how[:2], "--threshold", "nan",
+              "--out", tmp_path / "out", code=2)["error"]  # fmt: skip
+    assert "--threshold nan is not a finite number" in odd["message"]
     layer = run("apply", folder / "pipeline", tmp_path / "edited", "--neurons", tmp_path / "units.json", code=2)
     assert "not a value layer" in layer["error"]["message"]
     assert not (tmp_path / "edited").exists()

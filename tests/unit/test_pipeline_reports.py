@@ -295,3 +295,23 @@ def test_a_folder_copied_without_its_index_is_named(folder, tmp_path):
     (tmp_path / "copy" / "model_index.json").unlink()
     with pytest.raises(UsageError, match=r"not a pipeline's folder: it contains no model_index.json"):
         load_text_to_image(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "reason"),
+    [
+        ("DDPMScheduler", {"variance_type": "learned_range"}, r"The DDPMScheduler of .* fails: TypeError"),
+        ("LCMScheduler", {"original_inference_steps": 2}, r"The LCMScheduler of .* fails: .*another number of --steps"),
+        ("DDIMInverseScheduler", {}, "leads from images to noise"),
+    ],
+)
+def test_schedulers_that_cannot_make_images_are_named(name, more, reason, folder):
+    """Configurations that do not fit the network, and schedulers of inversion, which add noise."""
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"scheduler": ["diffusers", name]}))
+    about = {"_class_name": name, "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear",
+             "steps_offset": 1, "clip_sample": False, **more}  # fmt: skip
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(about))
+    model = load_text_to_image(folder)
+    with pytest.raises(NetweightError, match=reason):
+        model.generate(model.embed(["a red square"]), [0], steps=3)

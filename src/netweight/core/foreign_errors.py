@@ -94,11 +94,12 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
 
 
 @contextmanager
-def running(what: str) -> Iterator[None]:
-    """Turn any exception of a user's own code in the block into an error of netweight that says where it arose.
+def running(what: str, *, cure: str = "Correct it; called in Python, it shows the whole reason.") -> Iterator[None]:
+    """Turn any exception of a user's or another library's code in the block into an error that says where it arose.
 
     Args:
         what: What runs, such as "The judge 'mine:judge' of --judge".
+        cure: The advice to a person.
 
     Raises:
         UsageError: The code raised an exception.
@@ -111,7 +112,7 @@ def running(what: str) -> Iterator[None]:
         last = traceback.extract_tb(error.__traceback__)[-1]
         raise UsageError(
             f"{what} fails: {_reason(error)} ({Path(last.filename).name}, line {last.lineno}, in {last.name})",
-            cure="Correct it; called in Python, it shows the whole reason.",
+            cure=cure,
         ) from error
 
 

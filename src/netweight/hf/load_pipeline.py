@@ -15,7 +15,7 @@ import importlib
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.files import digest_config, digest_tensor
-from netweight.core.foreign_errors import opening, refuse_missing_weights
+from netweight.core.foreign_errors import opening, refuse_missing_weights, running
 from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
@@ -201,7 +201,8 @@ class PipelineModel:
         extra = self._kind.schedule.options(scheduler, generators)
         for timestep in scheduler.timesteps:
             output = self._guided(scaled(latents, timestep), timestep, text, empty, guidance)
-            latents = scheduler.step(output, timestep, latents, return_dict=False, **extra)[0]
+            with self._naming_scheduler():
+                latents = scheduler.step(output, timestep, latents, return_dict=False, **extra)[0]
         if not latents.isfinite().all():
             raise UsageError(self._not_finite(scheduler), cure=self._cure_of_infinity(scheduler))
         return self.to_images(latents)
@@ -259,7 +260,22 @@ class PipelineModel:
                 vae.half()
 
     def _scheduler(self, steps: int) -> Any:
-        return self._kind.schedule.started(steps, self._device, self._kind.tokens)
+        with self._naming_scheduler():
+            started = self._kind.schedule.started(steps, self._device, self._kind.tokens)
+        if len(started.timesteps) > 1 and started.timesteps[0] < started.timesteps[-1]:
+            raise Unsupported(
+                f"The {type(started).__name__} of {self.name} leads from images to noise.",
+                cure='Write one that leads to images, such as "_class_name": "DDIMScheduler", into model_index.json '
+                "and scheduler/scheduler_config.json.",
+            )
+        return started
+
+    def _naming_scheduler(self) -> AbstractContextManager[None]:
+        """Name the scheduler in errors of its code, which configurations that do not fit the pipeline lead to."""
+        return running(
+            f"The {type(self.pipeline.scheduler).__name__} of {self.name}",
+            cure="Correct scheduler/scheduler_config.json, or give another number of --steps.",
+        )
 
     def _unscaled(self, latents: Tensor) -> Tensor:
         """Latents as the autoencoder decodes them."""

@@ -17,6 +17,8 @@ from netweight.core.progress import Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.methods.compress.folder_format import MANIFEST
 from netweight.methods.compress.verify import verify
+from netweight.methods.forget.records import FOLDER as RECORDS
+from netweight.methods.forget.records import read_records
 from netweight.plugins.model_card import CARD, entries_of, license_of, verdict_of
 from netweight.registry import Context, Result, shell_line
 from netweight.report.finding import Finding, Section
@@ -83,7 +85,18 @@ def check(folder: Path, progress: Progress) -> list[Finding]:
         _count("files that do not belong in a published model", stray),
         _count("files that run code when they are opened", [name for name in code if name not in stray]),
         _count("files that contain paths of this machine", places),
+        *_undoable(folder),
     ]
+
+
+def _undoable(folder: Path) -> list[Finding]:
+    """Return whether records hold the weights from before an edit, with which anybody can undo it; none without one."""
+    records = read_records(folder)
+    if not records:
+        return []
+    held = [f"{RECORDS}/{place:03d}: make it again with --no-undo" for place, each in enumerate(records, start=1)
+            if each.undoable]  # fmt: skip
+    return [_count("edits that anybody can undo with the records in the folder", held)]
 
 
 def _count(name: str, which: list[str]) -> Finding:

@@ -75,7 +75,10 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     models = {name: open_pipeline(folder, search.pipeline, name=name) for name, folder in folders.items()}
     kinds = {trained_prediction(one) for one in models.values()}
     if len(kinds) > 1:
-        raise UsageError("The models predict different things, so they are not edits of one another.")
+        raise UsageError(
+            f"The models predict different things ({', '.join(sorted(kinds))}), so they are not edits of one another.",
+            cure="Name the pipeline before its edit as --base.",
+        )
     settings = search.search if "error" in search.search.given else search.search.replace(error=kinds.pop())
     size = models["original"].image_size
     pairs = read_pairs(search.targets, size, search.pipeline.fit).pairs

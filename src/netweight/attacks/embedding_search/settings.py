@@ -25,7 +25,7 @@ Start = Literal[
     "relearn-few", "relearn-one", "lora", "zeroed",
 ]  # fmt: skip
 PredictionKind = Literal["velocity", "noise", "sample"]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0)]
 
 
 class SearchSettings(Settings):
@@ -36,9 +36,7 @@ class SearchSettings(Settings):
 
     steps: int = Field(400, ge=1, description="Largest number of steps of Adam.")
     # A share, so that it means the same for every text encoder.
-    lr: float = Field(
-        0.1, gt=0, allow_inf_nan=False, description="Learning rate as a share of the embedding's root mean square."
-    )
+    lr: float = Field(0.1, gt=0, description="Learning rate as a share of the embedding's root mean square.")
     rates: Annotated[tuple[Rate, ...], Cli(own=False)] = Field(
         (),
         exclude_if=lambda rates: not rates,

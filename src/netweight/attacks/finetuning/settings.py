@@ -40,7 +40,7 @@ class AttackSettings(Settings):
     Source: arXiv 2405.14577, section 4 and appendix B; the wider ranges follow arXiv 2412.07097 and 2602.06911.
     """
 
-    lr: float = Field(3e-5, gt=0, allow_inf_nan=False, description="Learning rate at the end of the warm-up.")
+    lr: float = Field(3e-5, gt=0, description="Learning rate at the end of the warm-up.")
     optimizer: Literal["adam", "adamw", "sgd", "muon", "soap"] = Field(
         "adam",
         description="Adam without weight decay as in the paper, AdamW with 0.01, SGD with momentum 0.9, Muon for "

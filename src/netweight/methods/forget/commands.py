@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,13 @@ def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed
 
 def _threshold(text: str) -> Threshold:
     try:
-        return Threshold(float(text), "given")
+        value = float(text)
     except ValueError:
-        pass  # so it names a file
+        value = None  # so it names a file
+    if value is not None:
+        if not math.isfinite(value):
+            raise UsageError(f"--threshold {text} is not a finite number.", cure="Give a similarity, such as 0.5.")
+        return Threshold(value, "given")
     try:
         return Threshold.from_json(json.loads(Path(text).read_text()))
     except (OSError, ValueError) as error:

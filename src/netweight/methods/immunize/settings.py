@@ -28,14 +28,14 @@ class TrainingSettings(Settings):
 
     options_group = "Training"
 
-    lr: float = Field(2e-5, gt=0, allow_inf_nan=False, description="Highest learning rate.")
+    lr: float = Field(2e-5, gt=0, description="Highest learning rate.")
     epochs: int = Field(1, ge=1, description="Passes over the pairs.")
     batch_size: int = Field(8, ge=1, description="Pairs per step.")
     warmup: Annotated[float, _BY_SET] = Field(
         0.1, ge=0, le=1, description="Share of the steps over which the rate rises."
     )
     clip: Annotated[float | None, _BY_SET] = Field(
-        1.0, gt=0, allow_inf_nan=False, description="Largest norm of the gradient of all weights; null for no bound."
+        1.0, gt=0, description="Largest norm of the gradient of all weights; null for no bound."
     )
     context: Annotated[int | None, _BY_SET] = Field(
         None,
