@@ -132,26 +132,29 @@ def generation() -> None:
         for setting, row in result["settings"].items():
             forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
             cells = " | ".join(f"{of['median']:.2f} ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
-            cog.outl(f"| {setting} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
+            cog.outl(f"| {counted(setting)} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
+
+
+def counted(setting: str) -> str:
+    """Return the name of a setting such as "batch 8, threads 1" in words: "8 sequences, 1 thread"."""
+    batch, threads = re.findall(r"\d+", setting)
+    return f"{batch} sequence{'s' * (batch != '1')}, {threads} thread{'s' * (threads != '1')}"
 
 
 def generation_in_short() -> None:
-    """Write a sentence on generation on the CPU, for one sequence and one thread; nothing before it was measured."""
+    """Write the medians of generation on the CPU, for the README; nothing before they were measured."""
     if not (RESULTS / GENERATION).is_file():
         return
     result = read(GENERATION)
-    forms = ("codec", "fixed")
-    speeds = {
-        name: [row[f"{form}, speed / dense"]["median"] for form in forms] for name, row in result["settings"].items()
-    }
-    codec, fixed = speeds.pop("batch 1, threads 1")
-    least, most = min(map(min, speeds.values())), max(map(max, speeds.values()))
     cog.outl(
-        f"On a CPU the codec's form is the default. One sequence on one thread is then generated at {codec:.2f} × the "
-        f'speed of the dense model, and at {fixed:.2f} × in the fixed-length form (`prefer="speed"`). With 8 sequences '
-        f"or two threads, the two forms run at {least:.2f} to {most:.2f} × that speed ([compress](docs/compress.md); "
-        f"Qwen2.5-Coder-0.5B, {result['environment']['cpu']}, {result['date'][:10]})."
+        'On a CPU the codec\'s form is the default, and `prefer="speed"` chooses the fixed-length form. The next '
+        "table is for Qwen2.5-Coder-0.5B. The dense model with the same sequences and threads has the speed 1.00 "
+        f"({result['environment']['cpu']}, {result['date'][:10]}; [conditions](docs/compress.md#speed-of-generation)):"
     )
+    cog.outl("\n| Speed of generation on a CPU | codec's form | fixed-length form |\n| --- | ---: | ---: |")
+    for setting, row in result["settings"].items():
+        codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
+        cog.outl(f"| {counted(setting)} | {codec:.2f} × | {fixed:.2f} × |")
 
 
 TRAINING = {
@@ -187,15 +190,18 @@ def loading() -> None:
     if not (RESULTS / "compress/loading.json").is_file():
         return
     result = read("compress/loading.json")
-    medians = result["medians"]
+    dense, packed = (result["medians"][name] for name in ("dense", "compressed"))
     cog.outl(
-        "For example, Qwen2.5-Coder-0.5B takes "
-        f"{result['dense bytes'] / 1e9:.2f} GB dense and {result['compressed bytes'] / 1e6:.0f} MB compressed. Loading "
-        f"takes {medians['dense']['seconds']:.2f} seconds from the dense folder and "
-        f"{medians['compressed']['seconds']:.2f} seconds from the compressed one. The first token, for which every "
-        f"weight is read and the compressed ones are checked, then takes "
-        f"{medians['dense']['first token, seconds']:.2f} and {medians['compressed']['first token, seconds']:.2f} "
-        f"seconds. Up to this token, resident memory grows by {medians['dense']['peak'] / 1e6:.0f} MB with the dense "
-        f"folder and by {medians['compressed']['peak'] / 1e6:.0f} MB with the compressed one (one thread, "
-        f"{result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f})."
+        f"The table is for Qwen2.5-Coder-0.5B with one thread ({result['environment']['cpu']}, {result['date'][:10]}, "
+        f"load average {result['load_average'][0]:.1f}). For the first token, all weights are read but those of the "
+        "embedding, of which only the rows of the tokens are read; compressed weights are also checked.\n"
     )
+    cog.outl("| | dense folder | compressed folder |\n|---|---:|---:|")
+    cog.outl(f"| size | {result['dense bytes'] / 1e6:,.0f} MB | {result['compressed bytes'] / 1e6:,.0f} MB |")
+    for shown, key, unit in (
+        ("time to load", "seconds", "s"),
+        ("time of the first token", "first token, seconds", "s"),
+        ("growth of resident memory up to the first token", "peak", "MB"),
+    ):
+        cells = (f"{each[key] / 1e6:,.0f}" if unit == "MB" else f"{each[key]:.2f}" for each in (dense, packed))
+        cog.outl(f"| {shown} | {' | '.join(f'{cell} {unit}' for cell in cells)} |")

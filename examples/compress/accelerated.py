@@ -43,7 +43,9 @@ def main() -> None:
         loss.backward()
     if accelerator.is_main_process:
         netweight.save_checkpoint(Path(sys.argv[1]) / "training.safetensors", model, optimizer)
-        print(f"{optimizer.steps} steps, loss {loss.item():.4f}, weights hold {report.ratio:.1%} of their bytes")
+        print(
+            f"{optimizer.steps} steps, loss {loss.item():.4f}, the weights take {report.share:.1%} of their dense size"
+        )
     accelerator.end_training()
 
 

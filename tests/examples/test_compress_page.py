@@ -41,7 +41,7 @@ def test_the_python_works(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     first, *others = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(compile(first, str(PAGE), "exec"), {})
-    assert re.match(r"0\.[678]\d of the bytes", capsys.readouterr().out)
+    assert re.match(r"0\.[678]\d of the dense size", capsys.readouterr().out)
     for code in others:
         for library in re.findall(r"^from (transformers|diffusers) import", code, re.M):
             pytest.importorskip(library, reason=f"{library} is not installed")

@@ -25,5 +25,5 @@ def test_the_code_runs(tmp_path, monkeypatch):
     names: dict[str, object] = {}
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
         exec(compile(code, str(PAGE), "exec"), names)
-    assert 0 < names["report"].ratio < 1
+    assert 0 < names["report"].share < 1
     assert not any("adapter" in name for name in names["report"].compressed)

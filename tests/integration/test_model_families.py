@@ -41,7 +41,7 @@ def test_vision_models_run_compressed(make, tmp_path):
     model, images = make().bfloat16().eval(), torch.randn(2, 3, 32, 32, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "dense")
     expected = model(images).logits
-    assert netweight.compress_(model).ratio < 0.7
+    assert netweight.compress_(model).share < 0.7
     assert torch.equal(model(images).logits, expected)
 
     netweight.compress_folder(tmp_path / "dense", tmp_path / "net")

@@ -67,7 +67,7 @@ def test_linear_weights_of_bf16_are_fixed_and_others_are_not():
     assert fixed_pair(dtype=torch.float16)[2].fixed == ()
     big = nn.Sequential(nn.Linear(512, 512)).bfloat16()
     nn.init.normal_(big[0].weight, std=0.02)
-    assert 0.75 < netweight.compress_(big, prefer="speed").ratio < 0.765
+    assert 0.75 < netweight.compress_(big, prefer="speed").share < 0.765
 
 
 def test_outputs_and_gradients_are_equal_to_the_last_bit():

@@ -250,13 +250,13 @@ def test_what_is_compressed_and_what_it_holds():
     assert set(report.compressed) == {"embed.weight", "head.weight", "up.weight", "down.weight"}
     assert report.left_dense == {}
     assert report.before == sum(p.nbytes for p in dense.parameters() if p.dim() > 1)
-    assert report.ratio <= 0.68
+    assert report.share <= 0.68
     assert twin.head.weight is twin.embed.weight
     saved = netweight.memory_footprint(dense) - netweight.memory_footprint(twin)
     assert saved == report.before - report.after
     big = nn.Sequential(nn.Linear(512, 512, bias=False)).bfloat16()
     nn.init.normal_(big[0].weight, std=0.02)
-    assert netweight.compress_(big).ratio <= 0.665
+    assert netweight.compress_(big).share <= 0.665
 
 
 def test_include_and_exclude():
@@ -304,7 +304,7 @@ def test_what_would_not_get_smaller_stays_dense():
     model[1].weight.data = torch.randint(0, 256, (64 * 64 * 4,), dtype=torch.uint8).view(torch.float32).view(64, 64)
     report = netweight.compress_(model)
     assert report.left_dense == {"0.weight": "would not get smaller", "1.weight": "would not get smaller"}
-    assert report.ratio == 1.0
+    assert report.share == 1.0
 
 
 def test_decompression_gives_the_dense_model_back():

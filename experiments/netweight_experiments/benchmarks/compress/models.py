@@ -199,8 +199,8 @@ def inference_speed(arguments, tokens, batches, rounds, one_core):
     (dense, _), (compressed, report) = make_model(arguments), make_model(arguments, compressed=True)
     fixed, also = make_model(arguments, compressed=True, prefer="speed")
     found = {
-        "bytes held, against bf16": at_most(report.ratio, 0.665),
-        "in the fixed-length form": at_most(also.ratio, None),
+        "bytes held, against bf16": at_most(report.share, 0.665),
+        "in the fixed-length form": at_most(also.share, None),
     }
     for prompt, new in (map(int, text.split("+")) for text in tokens):
         for batch in batches:

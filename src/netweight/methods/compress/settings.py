@@ -42,17 +42,17 @@ class CompressSettings(Settings):
     )
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
-        description="Mantissa bits to keep in BF16, F16 and F32 tensors of two and more dimensions. 7 is "
-        "lossless for BF16; fewer bits round the weights.",
+        description="Round BF16, F16 and F32 tensors of two and more dimensions to this number of mantissa bits, "
+        "0 to 6. 7, the default, does not round any tensor.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
         ge=0,
-        description="Number of weights that share a normalizer when they are rounded; 0 for no normalizers.",
+        description="Number of weights that share a normalizer, a scale, when they are rounded; 0 for no normalizers.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",
-        description="Rounding implementation: `corrected`, or `reference` to match the paper's code.",
+        description="Rounding implementation: `corrected`, or `reference` to repeat the paper's code with its errors.",
     )
 
 

@@ -58,8 +58,8 @@ class Compression:
         return max(self.changes.values(), default=0.0)
 
     @property
-    def ratio(self) -> float:
-        """`after / before`; 1 if nothing was compressed."""
+    def share(self) -> float:
+        """Compressed size as a share of the dense size, `after / before`; 1 if nothing was compressed."""
         return self.after / self.before if self.before else 1.0
 
 
