@@ -270,7 +270,7 @@ def test_a_record_that_is_none_is_refused(tmp_path):
     path = tmp_path / "record.json"
     for text in ("", "[]", "{}", '{"version": 2}', '{"version": 1, "steps": [{}]}'):
         path.write_text(text)
-        with pytest.raises(CorruptBlob, match="no record"):
+        with pytest.raises(CorruptBlob, match="is not a record"):
             Record.read(path)
 
 

@@ -68,7 +68,7 @@ def test_the_parts_are_found_inside_adapters(family):
 
 
 def test_a_model_without_the_structure_is_refused_by_name():
-    with pytest.raises(Unsupported, match="Sequential has no layer to its vocabulary"):
+    with pytest.raises(Unsupported, match="Sequential has no output layer"):
         structure_of(nn.Sequential(nn.Linear(3, 4)))
     headless = nn.ModuleDict({"wte": nn.Embedding(9, 4), "stack": nn.ModuleList([nn.Linear(4, 4)])})
     headless["out"] = nn.Linear(4, 9)

@@ -160,7 +160,7 @@ def _observed(
     model = LocalModel(task)
     found = method.train(task, model, [client], round=1, seed=seed)
     if not found:
-        raise Unsupported(f"Client {number} refuses to take part under {threat.label}: it protects itself.")
+        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
     trained = found[0]
     update = trained.update if threat.asked == 1 else _averaged(method, task, model, client, threat.asked, seed)
     weights = method.weights(run.task, client.received, private)
