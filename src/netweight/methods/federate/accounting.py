@@ -118,8 +118,8 @@ def privacy_of(method: Any, n: int) -> AnswerPrivacy:
         n: The client's number of examples.
     """
     own = getattr(method, "privacy", None)
-    known: AnswerPrivacy = AnswerPrivacy() if own is None else own(n)
-    return known
+    privacy: AnswerPrivacy = AnswerPrivacy() if own is None else own(n)
+    return privacy
 
 
 def guarantee(answers: Sequence[AnswerPrivacy], delta: float) -> Guarantee:

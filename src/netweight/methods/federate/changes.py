@@ -52,15 +52,15 @@ def joint_update(updates: Sequence[Update], tensors: Tensors) -> Update:
 def changes(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Tensor) -> Tensor:
     """Return some rows of every client's change of a tensor, flat: shape `(clients, values)`."""
     own = as_matrix(base)[rows]
-    found = []
+    parts = []
     for update in updates:
         value = update.tensors[name]
         if isinstance(value, LowRank):
             part = torch.addmm(own, value.left[rows], value.right.T, beta=value.scale - 1, alpha=-1)
         else:
             part = as_matrix(value)[rows] - own
-        found.append(part.flatten())
-    return torch.stack(found)
+        parts.append(part.flatten())
+    return torch.stack(parts)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -83,6 +83,6 @@ def inner_products(state: Tensors, updates: Sequence[Update]) -> Tensor:
     for name, base in state.items():
         if base.is_floating_point() and base.numel():
             for rows in row_blocks(as_matrix(base), len(updates)):
-                found = changes(base, name, updates, rows).double()
-                total += (found @ found.T).cpu()
+                rows_of_clients = changes(base, name, updates, rows).double()
+                total += (rows_of_clients @ rows_of_clients.T).cpu()
     return total

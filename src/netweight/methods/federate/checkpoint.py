@@ -45,10 +45,10 @@ class Checkpoint:
     @classmethod
     def load(cls, job: Job) -> Checkpoint | None:
         """Read a job's state, if there is one."""
-        found = job.load()
-        if found is None:
+        record = job.load()
+        if record is None:
             return None
-        about, tensors = found
+        about, tensors = record
         state: dict[str, Tensor] = {}
         private: dict[int, dict[str, Tensor]] = {}
         for name, value in tensors.items():

@@ -140,27 +140,27 @@ def _sum_of_part(step: PrivateStep) -> Clipped:
         return Clipped(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
     if not _layers_fit(step.model, step.trains):
         return by_any_means(step)
-    found = by_layers(step)
-    assert found is not None
-    return found
+    clipped = by_layers(step)
+    assert clipped is not None
+    return clipped
 
 
 def _layers_fit(model: LocalModel, trains: Trains) -> bool:
     """Return True if `by_layers` is right for a model. It is tried on one worker, so that all workers agree."""
-    known = _FITS.setdefault(model, {})
+    verdicts = _FITS.setdefault(model, {})
     if model.habits.random:
         return False
-    if trains not in known:
+    if trains not in verdicts:
         task = model.task
         x, y = (part[:8].to(model.device) for part in task.client(task.clients[0]).train)
         body, head = task.initial_body().to(model.device), task.initial_head().to(model.device)
         mask = torch.ones(len(x), dtype=torch.bool, device=model.device)
         step = PrivateStep(model, body, head, (model.place(x), y), mask, trains, 1e30, model.layer_state({}, 0))
-        found = by_layers(step)
-        known[trains] = found is not None and _agree(found, by_any_means(step), mask, step.clip)
-        if not known[trains]:
+        clipped = by_layers(step)
+        verdicts[trains] = clipped is not None and _agree(clipped, by_any_means(step), mask, step.clip)
+        if not verdicts[trains]:
             _LOG.info("Gradients of single examples are not read from layers for this model, which is slower.")
-    return known[trains]
+    return verdicts[trains]
 
 
 def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
@@ -178,7 +178,7 @@ def by_any_means(step: PrivateStep) -> Clipped:
     while True:
         own = state.snapshot()
         try:
-            found = ways[0](replace(step, state=own))
+            clipped = ways[0](replace(step, state=own))
             break
         except (RuntimeError, NotImplementedError, ValueError, TypeError, MissingExtra) as error:
             if len(ways) == 1:
@@ -190,7 +190,7 @@ def by_any_means(step: PrivateStep) -> Clipped:
         counted = step.mask.nonzero()[:1, 0]
         with torch.no_grad():
             step.model.loss(step.body, step.head, step.batch[0][counted], step.batch[1][counted], state)
-    return found
+    return clipped
 
 
 def by_vmap(step: PrivateStep) -> Clipped:
@@ -278,14 +278,14 @@ def by_examples(step: PrivateStep) -> Clipped:
     own, losses = [], []
     for x, y, counts in zip(*step.batch, step.mask, strict=True):
         body, head = step.body.detach().requires_grad_(), step.head.detach().requires_grad_()
-        wanted = [half for half in step.halves(body, head) if half is not None]
+        trained = [half for half in step.halves(body, head) if half is not None]
         if not counts:
-            own.append([torch.zeros_like(half) for half in wanted])
+            own.append([torch.zeros_like(half) for half in trained])
             losses.append(step.body.new_zeros(()))
             continue
         with torch.enable_grad():
             loss = step.model.loss(body, head, x[None], y[None], step.state)
-        own.append(list(torch.autograd.grad(loss, wanted)))
+        own.append(list(torch.autograd.grad(loss, trained)))
         losses.append(loss.detach())
     return _clipped_rows(step, [torch.stack(rows) for rows in zip(*own, strict=True)], torch.stack(losses))
 
@@ -304,10 +304,10 @@ def by_layers(step: PrivateStep) -> Clipped | None:
         if not all(is_known(layer) for layer in owners.values()):
             return None
         layers |= {prefix + name: layer for name, layer in owners.items()}
-    found = _backward(step, layers)
-    if found is None:
+    backward = _backward(step, layers)
+    if backward is None:
         return None
-    gradients, loss = found
+    gradients, loss = backward
     parts = [[gradients[prefix + name] for name in layout.names] for prefix, _, layout in halves]
     norms, factors = step.factors(torch.stack([one.squared_norms() for half in parts for one in half]).sum(0))
     sums = [torch.cat([one.weighted_sum(factors) for one in half]) for half in parts]
@@ -326,9 +326,9 @@ def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[
     once = {name: made[0] for name, made in calls.items()}
     # The loss is a mean over the examples that count; an example's own gradient is not divided by their number.
     seed = mask.sum().to(loss)
-    found = torch.autograd.grad(loss, [call.output for call in once.values()], seed, allow_unused=True)
+    slopes = torch.autograd.grad(loss, [call.output for call in once.values()], seed, allow_unused=True)
     gradients: dict[str, PerSample] = {}
-    for (name, call), gradient in zip(once.items(), found, strict=True):
+    for (name, call), gradient in zip(once.items(), slopes, strict=True):
         along = loss.new_zeros(call.shape) if gradient is None else gradient
         for own, value in layer_gradients(layers[name], call.inputs, along).items():
             gradients[f"{name.removesuffix('.')}.{own}"] = value
@@ -436,8 +436,8 @@ def layer_gradients(layer: nn.Module, inputs: Tensor, gradients: Tensor) -> dict
         return _convolution(layer, inputs, gradients)
     if inputs.ndim == 2:
         return {"weight": _Products(gradients, inputs), "bias": _Rows(gradients)}
-    along, seen = gradients.flatten(1, -2), inputs.flatten(1, -2)
-    return {"weight": _Rows((along.transpose(1, 2) @ seen).flatten(1)), "bias": _Rows(along.sum(1))}
+    along, features = gradients.flatten(1, -2), inputs.flatten(1, -2)
+    return {"weight": _Rows((along.transpose(1, 2) @ features).flatten(1)), "bias": _Rows(along.sum(1))}
 
 
 def _convolution(layer: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> dict[str, PerSample]:

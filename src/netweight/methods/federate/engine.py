@@ -240,13 +240,13 @@ class _InThisProcess:
             return []
         size = -(-len(items) // self.workers)
         parts = [items[start : start + size] for start in range(0, len(items), size)]
-        found = self._pool.map(share, self._models[: len(parts)], parts)
-        return [result for part in found for result in part]
+        results = self._pool.map(share, self._models[: len(parts)], parts)
+        return [result for part in results for result in part]
 
 
 def _of(client: int, **values: Mapping[int, float]) -> dict[str, float]:
     """Return one client's values of several measurements, as far as it has them."""
-    return {kind: found[client] for kind, found in values.items() if client in found}
+    return {kind: by_client[client] for kind, by_client in values.items() if client in by_client}
 
 
 @contextmanager

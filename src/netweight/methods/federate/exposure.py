@@ -153,13 +153,13 @@ def _words(
     if not inexact:
         text = "The server computes the client's gradient exactly"
     no_image = f"no image can be recovered ({searched})" if below else f"no image was found ({searched})"
-    seen = {None: "", False: f"; its images can be reconstructed ({searched})", True: f"; {no_image}"}[unclear]
+    leaks = {None: "", False: f"; its images can be reconstructed ({searched})", True: f"; {no_image}"}[unclear]
     if unclear and unseen is False:
-        seen = f"; images leak a little ({searched})"
+        leaks = f"; images leak a little ({searched})"
     if unread is not None:
-        seen += "; no text comes out" if unread else "; its text can be read"
-    known = not (inexact and hidden) or unclear is False or unread is False
-    return "broken" if known else "partly" if unclear and unseen is False else "told", f"{text}{seen}."
+        leaks += "; no text comes out" if unread else "; its text can be read"
+    broken = not (inexact and hidden) or unclear is False or unread is False
+    return "broken" if broken else "partly" if unclear and unseen is False else "told", f"{text}{leaks}."
 
 
 _VERDICT = Conclusion(
@@ -197,38 +197,42 @@ def exposure(
         observed = list(_observations(run, threat, max(images, gradients), summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
-    read, found_by = zip(*(_guesses(run, seen, threat) for seen, _ in observed), strict=True)
+    readings, gradients_by_attack = zip(
+        *(_guesses(run, observation, threat) for observation, _ in observed), strict=True
+    )
     published = [anyway for _, anyway in observed]
-    strongest, anyway = (_strongest(found, [seen for seen, _ in observed]) for found in (found_by, published))
-    for draw, (seen, _) in enumerate(observed):
-        recovered = replace(read[draw], first=found_by[draw][strongest])
+    observations = [observation for observation, _ in observed]
+    strongest, anyway = (_strongest(by_attack, observations) for by_attack in (gradients_by_attack, published))
+    for draw, (observation, _) in enumerate(observed):
+        recovered = replace(readings[draw], first=gradients_by_attack[draw][strongest])
         cosines.append((
-            cosine(recovered.first, seen.gradient), cosine(-recovered.gradient, seen.movement),
-            cosine(published[draw][anyway], seen.gradient),
+            cosine(recovered.first, observation.gradient), cosine(-recovered.gradient, observation.movement),
+            cosine(published[draw][anyway], observation.gradient),
         ))  # fmt: skip
         if draw >= images:
             continue
         try:
-            if not seen.images.is_floating_point():
-                texts.append(_read(run, recovered.first, seen))
-            if not seen.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
-                found, reasons = [Candidates("guess", _another(run, seen, seed), 0.0)], list[str]()
+            if not observation.images.is_floating_point():
+                texts.append(_read(run, recovered.first, observation))
+            if not observation.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+                candidates, reasons = [Candidates("guess", _another(run, observation, seed), 0.0)], list[str]()
             else:
-                evidence = evidence_of(run, recovered, seen, threat, (low, high))
-                found, reasons = reconstruct(evidence, search or Search(), seed=seeds.derive(seed, "image", draw))
-            truth, every = unit(seen.images), [unit(one.images) for one in found]
+                evidence = evidence_of(run, recovered, observation, threat, (low, high))
+                candidates, reasons = reconstruct(evidence, search or Search(), seed=seeds.derive(seed, "image", draw))
+            truth, every = unit(observation.images), [unit(one.images) for one in candidates]
             place, original, image, quality = nearest_pair(every, truth, psnr)
         except Unsupported as reason:
             why = str(reason)
         else:
             guesses = (
-                nearest_pair([unit(g)], truth, psnr)[3] for g in (_another(run, seen, seed), _average(run, seen))
+                nearest_pair([unit(g)], truth, psnr)[3]
+                for g in (_another(run, observation, seed), _average(run, observation))
             )
             alike = ssim(image[None], original[None]) if min(image.shape[1:]) >= SSIM_WINDOW else math.nan
             qualities.append((quality, float(alike), *guesses))
             pairs.append((original, image))
-            searches.append((found[place].attack, sum(one.seconds for one in found)))
-            tried.update(dict.fromkeys(one.attack for one in found))
+            searches.append((candidates[place].attack, sum(one.seconds for one in candidates)))
+            tried.update(dict.fromkeys(one.attack for one in candidates))
             left_out.update(dict.fromkeys(reason for reason in reasons if "only up to" in reason))
         if work is not None:
             work.update(1)
@@ -250,74 +254,77 @@ def _observations(
     """Yield attacked updates, each with what the average of `summed_over` clients gives away of gradients anyway."""
     many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
     for draw in range(-(-count // many)):
-        seen = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
-        everyone = tuple({update.client: update for one in seen for update in one.updates}.values())
-        published = replace(seen[0], updates=everyone)
+        observations = observe(run, threat, run.task.clients[:many], draw=draw, seed=seed)
+        everyone = tuple({update.client: update for one in observations for update in one.updates}.values())
+        published = replace(observations[0], updates=everyone)
         _, average = _guesses(run, published, ThreatModel())
-        for one in seen[: count - draw * many]:
+        for one in observations[: count - draw * many]:
             yield one, average
 
 
-def _others(run: Run, seen: Observation) -> list[int]:
-    return [number for number in run.task.clients if number != seen.client] or [seen.client]
+def _others(run: Run, observation: Observation) -> list[int]:
+    return [number for number in run.task.clients if number != observation.client] or [observation.client]
 
 
-def _average(run: Run, seen: Observation) -> Tensor:
+def _average(run: Run, observation: Observation) -> Tensor:
     """Return the average image of the other clients."""
-    means = [run.task.client(number).train[0].mean(0) for number in _others(run, seen)]
+    means = [run.task.client(number).train[0].mean(0) for number in _others(run, observation)]
     return torch.stack(means).mean(0, keepdim=True)
 
 
-def _another(run: Run, seen: Observation, seed: int) -> Tensor:
+def _another(run: Run, observation: Observation, seed: int) -> Tensor:
     """Return a random image of another client: what a guess looks like."""
-    others, generator = _others(run, seen), seeds.torch_generator(seed, "guess", seen.client)
+    others, generator = _others(run, observation), seeds.torch_generator(seed, "guess", observation.client)
     inputs = run.task.client(others[int(torch.randint(len(others), (1,), generator=generator))]).train[0]
     return inputs[torch.randint(len(inputs), (1,), generator=generator)]
 
 
-def _guesses(run: Run, seen: Observation, threat: ThreatModel) -> tuple[RecoveredGradient, dict[str, Tensor]]:
+def _guesses(run: Run, observation: Observation, threat: ThreatModel) -> tuple[RecoveredGradient, dict[str, Tensor]]:
     """Return what is read off an update, and what each attack takes for the first gradient, by the attack's name."""
-    received = seen.received()
-    change = update_change(run, seen.sent, received)
-    read = change.recovered() if change else read_update(run, seen.sent, received)
-    found = {"inputs": read.first}
-    if change is not None and seen.codes is not None:
-        found["singular vector"] = singular_gradient(change)
+    received = observation.received()
+    change = update_change(run, observation.sent, received)
+    read = change.recovered() if change else read_update(run, observation.sent, received)
+    gradients = {"inputs": read.first}
+    if change is not None and observation.codes is not None:
+        gradients["singular vector"] = singular_gradient(change)
         if threat.known:
-            found["matched filter"] = separate_clients(change, seen.codes)[0]
+            gradients["matched filter"] = separate_clients(change, observation.codes)[0]
         if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
             candidates = read_thresholds(change)
-            found["thresholds"] = max(candidates, key=lambda one: cosine(one, seen.gradient))
-    return read, found
+            gradients["thresholds"] = max(candidates, key=lambda one: cosine(one, observation.gradient))
+    return read, gradients
 
 
-def _strongest(guesses: Sequence[Mapping[str, Tensor]], seen: Sequence[Observation]) -> str:
+def _strongest(guesses: Sequence[Mapping[str, Tensor]], observations: Sequence[Observation]) -> str:
     """Return the attack whose guesses are nearest to the truth on average; the plainest where others gain nothing."""
 
     def quality(name: str) -> float:
-        return sum(cosine(one[name], own.gradient) for one, own in zip(guesses, seen, strict=True)) / len(seen)
+        return sum(cosine(one[name], own.gradient) for one, own in zip(guesses, observations, strict=True)) / len(
+            observations
+        )
 
     return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "inputs"))
 
 
 def evidence_of(
-    run: Run, recovered: RecoveredGradient, seen: Observation, threat: ThreatModel, bounds: Bounds
+    run: Run, recovered: RecoveredGradient, observation: Observation, threat: ThreatModel, bounds: Bounds
 ) -> Evidence:
     """Return what the server has of one client to reconstruct images from."""
-    held = len(seen.images) * len(seen.updates)
+    held = len(observation.images) * len(observation.updates)
     return Evidence(
-        run.task, training_of(run), recovered, seen.sent, seen.received(), held, tuple(seen.images.shape[1:]), bounds,
-        threat.local_steps, threat.batch_size, len(seen.updates), seen.trap,
+        run.task, training_of(run), recovered, observation.sent, observation.received(),
+        held, tuple(observation.images.shape[1:]), bounds, threat.local_steps, threat.batch_size,
+        len(observation.updates), observation.trap,
     )  # fmt: skip
 
 
-def _read(run: Run, gradient: Tensor, seen: Observation) -> tuple[float, float]:
+def _read(run: Run, gradient: Tensor, observation: Observation) -> tuple[float, float]:
     """Return the share of tokens at their places that were read, for the nearest sequence, and that of a guess."""
-    layout, length = run.task.body_layout, seen.images.shape[1]
+    layout, length = run.task.body_layout, observation.images.shape[1]
     params = {name: value.detach() for name, value in run.task.body.named_parameters()}
-    found = read_text(run.task.body, params, layout.split(gradient), length)
-    others = torch.cat([run.task.client(number).train[0] for number in _others(run, seen)])
-    shares = [(guess == seen.images).double().mean(1).max() for guess in (found, others.mode(0).values)]
+    tokens = read_text(run.task.body, params, layout.split(gradient), length)
+    others = torch.cat([run.task.client(number).train[0] for number in _others(run, observation)])
+    shares = [(guess == observation.images).double().mean(1).max() for guess in (tokens, others.mode(0).values)]
     return float(shares[0]), float(shares[1])
 
 
@@ -368,5 +375,5 @@ def _further(run: Run) -> list[ThreatModel]:
         ThreatModel(first_round=True, summed_over=many, server="thresholds"),
     ]
     noise = isinstance(run.method, Hardened) and run.method.noise is not None
-    asked = [ThreatModel(first_round=True, known=True), ThreatModel(first_round=True, known=True, asked=4)]
-    return [*(sums if many > 1 else []), *(asked if noise else [])]
+    repeated = [ThreatModel(first_round=True, known=True), ThreatModel(first_round=True, known=True, asked=4)]
+    return [*(sums if many > 1 else []), *(repeated if noise else [])]

@@ -70,12 +70,12 @@ def mean_finding(
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
     """Return one row per threat model, with its verdict."""
     text = any(one.tokens for one in exposures)
-    seen = (Column("tokens read", "", "lower"), Column("frequent tokens")) if text else (
+    measures = (Column("tokens read", "", "lower"), Column("frequent tokens")) if text else (
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
         Column("SSIM", "", "lower"),
     )  # fmt: skip
     about = ("threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"))
-    columns = (*about, *seen, "verdict")
+    columns = (*about, *measures, "verdict")
     rows = []
     for one in exposures:
         images = (one.psnr, one.random_psnr, one.average_psnr, one.ssim)

@@ -129,10 +129,12 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
             _named(name) for name, value in _owned_buffers(other).items() if not _same(value, owned[name])
         )
         if not _same(_run(one, second)[0], _run(fresh, second)[0]):
-            kept = [n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)]
+            changed = [
+                n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)
+            ]
             raise Unsupported(
-                f"The network keeps {_named(kept[0]) if kept else 'something'!r} from batch to batch, which is not a "
-                "registered buffer of a trained layer, so that all clients of this process would share it.",
+                f"The network keeps {_named(changed[0]) if changed else 'something'!r} from batch to batch, which is "
+                "not a registered buffer of a trained layer, so that all clients of this process would share it.",
                 cure="Register it as a buffer with its initial value (`register_buffer`), or leave it out.",
             )
     return Habits(random, _needs_two(body, head, inputs), from_data)
@@ -175,16 +177,16 @@ def _needs_two(body: nn.Module, head: nn.Module, inputs: Tensor) -> bool:
 
 def _kept(halves: nn.ModuleList) -> dict[str, Any]:
     """Return copies of all buffers, tensors and numbers that the layers keep beside their parameters."""
-    kept: dict[str, Any] = {name: value.clone() for name, value in halves.named_buffers()}
+    state: dict[str, Any] = {name: value.clone() for name, value in halves.named_buffers()}
     for path, module in halves.named_modules():
         for name, value in vars(module).items():
             if name in _TORCHS_OWN:
                 continue
             if isinstance(value, Tensor):
-                kept[f"{path}.{name}"] = value.detach().clone()
+                state[f"{path}.{name}"] = value.detach().clone()
             elif isinstance(value, int | float):
-                kept[f"{path}.{name}"] = value
-    return kept
+                state[f"{path}.{name}"] = value
+    return state
 
 
 _TORCHS_OWN = frozenset(vars(nn.Module()))

@@ -50,15 +50,15 @@ class Lying(Wrapped):
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[LocalResult]:
         """Train all clients, liars on what data the lie asks for, and change what these send."""
-        found = []
+        results = []
         for client in clients:
             if client.number in self.liars:
-                found.append(self._lied(_Liar(self, task, model, client, round, seed)))
+                results.append(self._lied(_Liar(self, task, model, client, round, seed)))
         honest = [client for client in clients if client.number not in self.liars]
         if honest:
-            found += self.method.train(task, model, honest, round=round, seed=seed)
+            results += self.method.train(task, model, honest, round=round, seed=seed)
         order = [client.number for client in clients]
-        return sorted(found, key=lambda one: order.index(one.update.client))
+        return sorted(results, key=lambda one: order.index(one.update.client))
 
     def _lied(self, liar: _Liar) -> LocalResult:
         trained = liar.honest()
@@ -119,7 +119,7 @@ class _Liar:
 
     def estimates(self) -> list[dict[str, Tensor]]:
         """Return changes by halves of its own data, which stand for those of other clients."""
-        found = []
+        changes = []
         for part in range(_PARTS):
             generator = seeds.torch_generator(self.seed, "estimate", self.client.number, self.round, part)
 
@@ -127,8 +127,8 @@ class _Liar:
                 rows = torch.randperm(data.n, generator=generator)[: max(2, data.n // 2)]
                 return replace(data, train=(data.train[0][rows], data.train[1][rows]))
 
-            found.append(self.change(self.on(half)))
-        return found
+            changes.append(self.change(self.on(half)))
+        return changes
 
 
 def _norm(change: Mapping[str, Tensor]) -> float:

@@ -55,8 +55,8 @@ def train_phase(model: LocalModel, clients: Sequence[Learner], phase: Phase, tra
         streams = [_batches(model, client, phase.epochs, training.batch_size) for client in clients]
         return _train_streams(model, clients, streams, phase.trains, phase.lr, training)
     train = _train_head if phase.privacy is None else _train_privately
-    found = [train(model, client, phase, training) for client in clients]
-    return [weights for weights, _ in found], [loss for _, loss in found]
+    trained = [train(model, client, phase, training) for client in clients]
+    return [weights for weights, _ in trained], [loss for _, loss in trained]
 
 
 def train_steps(model: LocalModel, clients: Sequence[Learner], steps: int, training: LocalTraining) -> _Trained:
@@ -84,7 +84,7 @@ def _train_streams(
             _train_streams(model, [client], [stream], trains, lr, training)
             for client, stream in zip(clients, streams, strict=True)
         ]
-        return [found[0] for found, _ in singles], [losses[0] for _, losses in singles]
+        return [weights[0] for weights, _ in singles], [losses[0] for _, losses in singles]
     states = [model.layer_state(client.weights.statistics, client.seed) for client in clients]
     bodies = Descent(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
     heads = Descent(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
@@ -93,11 +93,11 @@ def _train_streams(
     total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
     for rows, batches in side_by_side(streams):
         own = [states[row] for row in rows]
-        found = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
-        for half, descent, slopes in (("body", bodies, found.body), ("head", heads, found.head)):
+        batch_gradients = gradients(model, bodies.vectors[rows], heads.vectors[rows], batches, trains, own)
+        for half, descent, slopes in (("body", bodies, batch_gradients.body), ("head", heads, batch_gradients.head)):
             if slopes is not None:
                 descent.step(_with_extra(clients, half, descent, slopes, rows), rows)
-        total[rows] += found.losses.cpu()
+        total[rows] += batch_gradients.losses.cpu()
         count[rows] += 1
     ends = zip(bodies.vectors, heads.vectors, states, strict=True)
     trained = [Weights(body, head, state.buffers) for body, head, state in ends]
@@ -129,16 +129,16 @@ def _train_head(model: LocalModel, client: Learner, phase: Phase, training: Loca
     head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
     losses = []
     state = model.layer_state(weights.statistics, client.seed)
-    known = None if model.task.augment else _features(model, weights, inputs, state)
+    features_of_all = None if model.task.augment else _features(model, weights, inputs, state)
     targets = targets.to(model.device)
     for index in stream.indices:
-        if known is None:
-            inputs, wanted = stream.batch(index)
+        if features_of_all is None:
+            inputs, labels = stream.batch(index)
             features = _features(model, weights, inputs, state)
         else:
-            features, wanted = known[index], targets[index]
+            features, labels = features_of_all[index], targets[index]
         vector = head.vectors[0].detach().requires_grad_()
-        loss = model.task.loss(model.classify(vector, features, state), wanted)
+        loss = model.task.loss(model.classify(vector, features, state), labels)
         head.step(torch.autograd.grad(loss, vector)[0][None], [0])
         losses.append(float(loss.detach()))
     return Weights(weights.body.to(model.device), head.vectors[0], state.buffers), sum(losses) / len(losses)
@@ -190,12 +190,12 @@ class _PrivateSteps:
         """Take one step with the examples of the mask; return their mean loss."""
         if self._phase.head_lr is not None:
             self._plain_head_step(inputs[mask], targets[mask])
-        found = clipped_sum(PrivateStep(
+        clipped = clipped_sum(PrivateStep(
             self._model, self.body.vectors[0], self.head.vectors[0], (inputs, targets), mask, self._phase.trains,
             self._privacy.clip, self.state,
         ))  # fmt: skip
-        self._descend(found.body, found.head, noise)
-        return found.loss
+        self._descend(clipped.body, clipped.head, noise)
+        return clipped.loss
 
     def step_without_examples(self, noise: torch.Generator) -> None:
         """Take one step with noise alone, as every step must look the same from outside."""
@@ -205,9 +205,11 @@ class _PrivateSteps:
         self._descend(body, head, noise)
 
     def _plain_head_step(self, inputs: Tensor, targets: Tensor) -> None:
-        found = one_by_one(self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self.state])
-        assert found.head is not None
-        self.head.step(found.head, [0])
+        slopes = one_by_one(
+            self._model, self.body.vectors, self.head.vectors, [(inputs, targets)], "head", [self.state]
+        )
+        assert slopes.head is not None
+        self.head.step(slopes.head, [0])
 
     def _descend(self, body: Tensor | None, head: Tensor | None, noise: torch.Generator) -> None:
         """Step what is trained, given sums of clipped gradients."""
@@ -343,8 +345,8 @@ GradientRule = Callable[[LocalModel, Tensor, Tensor, Sequence[Batch], Trains, Se
 
 def rule_for(model: LocalModel) -> GradientRule:
     """Return the rule that is fast on a model's device; layers that keep buffers run one client after another."""
-    kept = bool(model.layer_state({}, 0).buffers)
-    return one_by_one if model.device.type == "cpu" or kept else together
+    has_buffers = bool(model.layer_state({}, 0).buffers)
+    return one_by_one if model.device.type == "cpu" or has_buffers else together
 
 
 def one_by_one(
@@ -361,14 +363,14 @@ def one_by_one(
             body_rows.append(torch.zeros_like(body))
             head_rows.append(torch.zeros_like(head))
             continue
-        wanted = [vector.requires_grad_() for vector in _wanted(body, head, trains)]
+        trained = [vector.requires_grad_() for vector in _wanted(body, head, trains)]
         loss = model.loss(body, head, inputs, targets, states[row])
-        found = torch.autograd.grad(loss, wanted)
+        slopes = torch.autograd.grad(loss, trained)
         losses[row] = loss.detach()
         if trains != "head":
-            body_rows.append(found[0])
+            body_rows.append(slopes[0])
         if trains != "body":
-            head_rows.append(found[-1])
+            head_rows.append(slopes[-1])
     return Gradients(_rows(body_rows, trains != "head"), _rows(head_rows, trains != "body"), losses)
 
 
@@ -376,8 +378,8 @@ def _wanted(body: Tensor, head: Tensor, trains: str) -> list[Tensor]:
     return {"body": [body], "head": [head], "both": [body, head]}[trains]
 
 
-def _rows(rows: list[Tensor], wanted: bool) -> Tensor | None:
-    if not wanted:
+def _rows(rows: list[Tensor], required: bool) -> Tensor | None:
+    if not required:
         return None
     return rows[0][None] if len(rows) == 1 else torch.stack(rows)
 
@@ -400,11 +402,11 @@ def together(
         return (each * weight).sum()
 
     which = {"body": (0,), "head": (1,), "both": (0, 1)}[trains]
-    found, losses = vmap(grad_and_value(loss, argnums=which), randomness="different")(
+    slopes, losses = vmap(grad_and_value(loss, argnums=which), randomness="different")(
         bodies, heads, inputs, targets, weights
     )
-    body = found[0] if trains != "head" else None
-    return Gradients(body, found[-1] if trains != "body" else None, losses)
+    body = slopes[0] if trains != "head" else None
+    return Gradients(body, slopes[-1] if trains != "body" else None, losses)
 
 
 def _padded(batches: Sequence[Batch]) -> tuple[Tensor, Tensor, Tensor]:

@@ -77,21 +77,21 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
     if trap:  # a head that is generated after the body is left as it was
         state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
     states = _fishing(run, state) if threat.server == "fishing" else [state]
-    seen = [
+    observations = [
         _likeliest(run, [_observed(method, run, threat, number, one, trap, draw, seed) for one in states])
         for number in clients
     ]
     size = threat.summed_over
-    groups = [seen[start : start + size] for start in range(0, len(seen), size)]
+    groups = [observations[start : start + size] for start in range(0, len(observations), size)]
     if len(groups[-1]) < size:
         groups[-1] = [*groups[-2][len(groups[-1]) - size :], *groups[-1]]
-    return [_in_sum(one, groups[index // size]) for index, one in enumerate(seen)]
+    return [_in_sum(one, groups[index // size]) for index, one in enumerate(observations)]
 
 
 def _in_sum(one: Observation, group: Sequence[Observation]) -> Observation:
     codes = [other.codes for other in (one, *(other for other in group if other is not one))]
-    known = torch.cat([code for code in codes if code is not None]) if one.codes is not None else None
-    return replace(one, updates=tuple(other.updates[0] for other in group), codes=known)
+    joined = torch.cat([code for code in codes if code is not None]) if one.codes is not None else None
+    return replace(one, updates=tuple(other.updates[0] for other in group), codes=joined)
 
 
 def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
@@ -113,9 +113,9 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
     if not isinstance(head, nn.Linear):
         raise Unsupported("The head is not a linear classifier, which a server that fishes for one class needs.")
     states = []
-    for wanted in range(head.out_features):
+    for label in range(head.out_features):
         weight, bias = torch.zeros_like(head.weight), torch.zeros_like(head.bias)
-        weight[wanted], bias[wanted] = head.weight.detach()[wanted], -_UNLIKELY
+        weight[label], bias[label] = head.weight.detach()[label], -_UNLIKELY
         chosen = {"weight": weight, "bias": bias}
         made = dict(state)
         if "head.weight" in state:
@@ -133,7 +133,7 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
     return states
 
 
-def _likeliest(run: Run, seen: Sequence[Observation]) -> Observation:
+def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
     """Return the answer whose first linear layer's gradient is most nearly one image's, of rank one."""
 
     def share(one: Observation) -> float:
@@ -145,7 +145,7 @@ def _likeliest(run: Run, seen: Sequence[Observation]) -> Observation:
         return float(values[0] / values.sum().clamp_min(1e-30))
 
     linear = next((name for name, module in run.task.body.named_modules() if isinstance(module, nn.Linear)), "")
-    return max(seen, key=share) if len(seen) > 1 else seen[0]
+    return max(observations, key=share) if len(observations) > 1 else observations[0]
 
 
 def _observed(
@@ -158,17 +158,17 @@ def _observed(
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
-    found = method.train(task, model, [client], round=1, seed=seed)
-    if not found:
+    results = method.train(task, model, [client], round=1, seed=seed)
+    if not results:
         raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
-    trained = found[0]
+    trained = results[0]
     update = trained.update if threat.asked == 1 else _averaged(method, task, model, client, threat.asked, seed)
     weights = method.weights(run.task, client.received, private)
     inputs, targets = task.client(number).train
     model.train("body")
     body = weights.body.clone().requires_grad_()
-    kept = model.layer_state(weights.statistics, seed)
-    loss = model.loss(body, weights.head, model.place(inputs), targets, kept)
+    buffers = model.layer_state(weights.statistics, seed)
+    loss = model.loss(body, weights.head, model.place(inputs), targets, buffers)
     (gradient,) = torch.autograd.grad(loss, body)
     movement = trained.weights.body - weights.body
     codes = None
@@ -177,14 +177,14 @@ def _observed(
     return Observation(number, client.received, trap, (update,), inputs, targets, gradient, movement, codes)
 
 
-def _averaged(method: Method, task: Task, model: LocalModel, client: Client, asked: int, seed: int) -> Update:
+def _averaged(method: Method, task: Task, model: LocalModel, client: Client, answers: int, seed: int) -> Update:
     """Return the mean of a client's answers to the same state."""
     total: dict[str, Tensor] = {}
-    for turn in range(asked):
+    for turn in range(answers):
         own = seeds.derive(seed, "asked", turn)
         (one,) = method.train(task, model, [client], round=1, seed=own)
         for name, value in dense_tensors(one.update.tensors, client.received).items():
-            total[name] = total.get(name, 0) + value / asked
+            total[name] = total.get(name, 0) + value / answers
     return replace(one.update, tensors=total)
 
 

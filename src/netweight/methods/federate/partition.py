@@ -42,13 +42,13 @@ def dominant_groups(
             cure="Counts are at least 1, the uniform share lies in [0, 1], the start is at least 0.",
         )
     even = int(per_client * uniform)
-    wanted = []
+    shares = []
     for client in range(clients):
         group = torch.tensor(list(groups[client % len(groups)]))
         counts = _evenly(even, len(order))
         counts[group] += _evenly(per_client - even, len(group))
-        wanted.append(counts)
-    return _take_runs(order, wanted, start)
+        shares.append(counts)
+    return _take_runs(order, shares, start)
 
 
 def dirichlet(
@@ -76,13 +76,13 @@ def dirichlet(
 
 def by_writer(writers: Tensor, *, writers_per_client: int = 1) -> list[Tensor]:
     """Make a client of each writer, or of several in a row."""
-    known = torch.unique(writers)
-    if not 1 <= writers_per_client <= len(known):
+    people = torch.unique(writers)
+    if not 1 <= writers_per_client <= len(people):
         raise UsageError(
-            f"A client cannot have {writers_per_client} of {len(known)} writers.",
+            f"A client cannot have {writers_per_client} of {len(people)} writers.",
             cure="Use a number from 1 to the number of writers.",
         )
-    groups = torch.split(known, writers_per_client)
+    groups = torch.split(people, writers_per_client)
     return [torch.isin(writers, group).nonzero().flatten() for group in groups if len(group) == writers_per_client]
 
 
@@ -101,7 +101,7 @@ def matching_test(
             cure="Every client needs a train sample, per_client is at least 1.",
         )
     available = torch.tensor([len(own) for own in order])
-    wanted = []
+    shares = []
     for client, part in enumerate(parts):
         counts = torch.bincount(labels[part], minlength=len(order)) * (available > 0)
         if not int(counts.sum()):
@@ -109,8 +109,8 @@ def matching_test(
                 f"No test sample has a class of client {client}, so that its accuracy cannot be measured.",
                 cure="Give fewer --clients, or more test pictures of each class.",
             )
-        wanted.append(_apportion(counts, per_client).minimum(available))
-    return _take_runs(order, wanted, 0)
+        shares.append(_apportion(counts, per_client).minimum(available))
+    return _take_runs(order, shares, 0)
 
 
 def _class_order(labels: Tensor, seed: int, classes: int | None = None) -> list[Tensor]:
@@ -152,11 +152,11 @@ def _apportion(counts: Tensor, total: int) -> Tensor:
     return whole
 
 
-def _take_runs(order: Sequence[Tensor], wanted: Sequence[Tensor], start: int) -> list[Tensor]:
+def _take_runs(order: Sequence[Tensor], shares: Sequence[Tensor], start: int) -> list[Tensor]:
     """Take, client after client, runs of each class's samples, each class from its own running place."""
     place = [start] * len(order)
     taken = []
-    for client, counts in enumerate(wanted):
+    for client, counts in enumerate(shares):
         runs = []
         for label, count in enumerate(counts.tolist()):
             if count > len(order[label]):
@@ -212,9 +212,9 @@ def federated_images(
         seeds = derive(seed, "train"), derive(seed, "test")
         (_, labels), (_, test_labels) = images.train, images.test
         if partition == "dirichlet":
-            known = len(images.classes)
-            train = dirichlet(labels, clients=clients, alpha=alpha, seed=seeds[0], minimum=minimum, classes=known)
-            test = matching_test(labels, train, test_labels, per_client=test_size, seed=seeds[1], classes=known)
+            classes = len(images.classes)
+            train = dirichlet(labels, clients=clients, alpha=alpha, seed=seeds[0], minimum=minimum, classes=classes)
+            test = matching_test(labels, train, test_labels, per_client=test_size, seed=seeds[1], classes=classes)
         else:
             groups = groups_of(len(images.classes)) if groups is None else groups
             train, test = (
@@ -267,8 +267,8 @@ def _writers(images: Images, clients: int, writers_per_client: int) -> list[tupl
             cure="Give --partition dirichlet, or --data omniglot.",
         )
     train = len(images.writers[0])
-    found = by_writer(torch.cat(images.writers), writers_per_client=writers_per_client)
-    parts = [(own[own < train], own[own >= train] - train) for own in found]
+    rows_by_client = by_writer(torch.cat(images.writers), writers_per_client=writers_per_client)
+    parts = [(own[own < train], own[own >= train] - train) for own in rows_by_client]
     whole = [part for part in parts if all(len(own) for own in part)]
     if not 1 <= clients <= len(whole):
         raise UsageError(

@@ -147,8 +147,8 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
 
 def _remembering(one: LocalResult, client: Client, round: int, seed: int) -> LocalResult:
     """Let a client keep of a round what the next state is compared with: a sketch of this one, its own change."""
-    known = client.private.get(f"{_MEMORY}seed")
-    key = seeds.derive(seed, "client", client.number, "sketch") % 2**62 if known is None else int(known)
+    stored = client.private.get(f"{_MEMORY}seed")
+    key = seeds.derive(seed, "client", client.number, "sketch") % 2**62 if stored is None else int(stored)
     changes = [
         float((value - client.received[name]).double().square().sum())
         for name, value in dense_tensors(one.update.tensors, client.received).items()

@@ -92,7 +92,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
     search = Search(peeling, MatchingConfig(steps=settings.search_steps))
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:
-        seen = {
+        exposures = {
             each: exposure(
                 one, threat, images=count, gradients=threat.summed_over, summed_over=len(run.task.clients), seed=seed,
                 search=search, work=work,
@@ -101,20 +101,20 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         }  # fmt: skip
     findings = [
         replace(finding, name=f"{each}: {finding.name}")
-        for each, one in seen.items()
+        for each, one in exposures.items()
         for finding in exposure_findings([one], seed=seed)
     ]
     findings += [_whole_round(each, one, settings.images, seed) for each, one in runs.items()]
-    told = {each: one.verdict for each, one in seen.items()}
-    broken = told.get(lied, ("told", ""))[0] == "broken"
-    figure = _grid(seen)
+    conclusions = {each: one.verdict for each, one in exposures.items()}
+    broken = conclusions.get(lied, ("told", ""))[0] == "broken"
+    figure = _grid(exposures)
     return Section(
-        "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(seen)],
+        "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(exposures)],
         warnings=["A secure sum protects from an honest server only."] if broken else [],
         question="What can be reconstructed from what clients send, and which protections withstand the "
         "attack?", intro=_INTRO,
-        conclusion=" ".join(f"{each}: {words}" for each, (_, words) in told.items()),
-        outcome=worst(outcome for outcome, _ in told.values()),
+        conclusion=" ".join(f"{each}: {words}" for each, (_, words) in conclusions.items()),
+        outcome=worst(outcome for outcome, _ in conclusions.values()),
     )  # fmt: skip
 
 
@@ -131,29 +131,29 @@ _INTRO = (
 
 def _whole_round(name: str, run: Run, count: int, seed: int) -> Finding:
     """The gradient read from one more round by the schedule of the federation."""
-    seen = observe(run, own_threat(run), run.task.clients, seed=seed)
-    average = replace(seen[0], updates=tuple(one.updates[0] for one in seen))
+    observations = observe(run, own_threat(run), run.task.clients, seed=seed)
+    average = replace(observations[0], updates=tuple(one.updates[0] for one in observations))
     anyway = read_update(run, average.sent, average.received()).first
-    found = [cosine(read_update(run, one.sent, one.received()).first, one.gradient) for one in seen[:count]]
-    given = [cosine(anyway, one.gradient) for one in seen[:count]]
+    cosines = [cosine(read_update(run, one.sent, one.received()).first, one.gradient) for one in observations[:count]]
+    given = [cosine(anyway, one.gradient) for one in observations[:count]]
     return mean_finding(
-        f"{name}: gradient recovered, whole round of this federation", found, "cosine", seed,
+        f"{name}: gradient recovered, whole round of this federation", cosines, "cosine", seed,
         baseline=sum(given) / len(given),
     )  # fmt: skip
 
 
-def _table(seen: Mapping[str, Exposure]) -> Table:
-    table = exposure_table(list(seen.values()))
-    rows = [(name, *row[1:]) for name, row in zip(seen, table.rows, strict=True)]
+def _table(exposures: Mapping[str, Exposure]) -> Table:
+    table = exposure_table(list(exposures.values()))
+    rows = [(name, *row[1:]) for name, row in zip(exposures, table.rows, strict=True)]
     return Table("One step on one image", ("method", *table.columns[1:]), rows, table.notes)
 
 
-def _grid(seen: Mapping[str, Exposure]) -> Figure | None:
+def _grid(exposures: Mapping[str, Exposure]) -> Figure | None:
     """Originals above what the server makes of each client's update."""
-    shown = {f"from {name}": one.reconstructions for name, one in seen.items() if one.reconstructions}
+    shown = {f"from {name}": one.reconstructions for name, one in exposures.items() if one.reconstructions}
     if not shown:
         return None
-    originals = max((one.originals for one in seen.values()), key=len)
+    originals = max((one.originals for one in exposures.values()), key=len)
     most = len(originals)
     return image_grid(
         [

@@ -111,7 +111,7 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
     """
     if len(evidence.shape) != 3:
         raise Unsupported("The inputs are not images.")
-    found: list[Candidates] = []
+    candidates: list[Candidates] = []
     reasons: list[str] = []
     for name, attack in ATTACKS.items():
         began = time.process_time()
@@ -121,10 +121,10 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
             reasons.append(f"{name}: {reason}")
             continue
         if len(images):
-            found.append(Candidates(name, images, time.process_time() - began))
-    if not found:
+            candidates.append(Candidates(name, images, time.process_time() - began))
+    if not candidates:
         raise Unsupported("No attack could search images. " + " ".join(reasons))
-    return found, reasons
+    return candidates, reasons
 
 
 def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
@@ -186,7 +186,7 @@ def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -
     layout: ParameterLayout = evidence.task.body_layout
     body = _constant_half(evidence.task.body)
     weights = {n: v.float() for n, v in layout.split(evidence.recovered.generated).items()}
-    wanted = {n: v.float() for n, v in layout.split(evidence.recovered.first).items()}
+    target = {n: v.float() for n, v in layout.split(evidence.recovered.first).items()}
     config, shape = search.matching or MatchingConfig(), (evidence.images, *evidence.shape)
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in evidence.bounds)
     start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
@@ -203,7 +203,7 @@ def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -
         moved = {name: value.detach().requires_grad_() for name, value in weights.items()}
         outputs = functional_call(body, moved, (images,))
         slopes = torch.autograd.grad((outputs * flow).sum(), list(moved.values()), create_graph=True)
-        distance = cosine_distance(dict(zip(moved, slopes, strict=True)), wanted)
+        distance = cosine_distance(dict(zip(moved, slopes, strict=True)), target)
         return distance + smoothness * total_variation(images)
 
     def project(images: Tensor, flow: Tensor) -> None:

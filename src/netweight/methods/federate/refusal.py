@@ -128,10 +128,10 @@ def _lonely(body: nn.Module, parameters: Tensors, images: Tensor) -> float:
     linear = next((module for module in body.modules() if isinstance(module, nn.Linear)), None)
     if linear is None:
         raise UsageError("The body has no linear layer that could be inspected.", cure="Leave `images` out.")
-    seen: list[Tensor] = []
-    handle = linear.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    outputs: list[Tensor] = []
+    handle = linear.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
     try:
         functional_call(body, dict(parameters), (images,), strict=True)
     finally:
         handle.remove()
-    return float(((seen[0] > 0).sum(0) == 1).double().mean())
+    return float(((outputs[0] > 0).sum(0) == 1).double().mean())

@@ -62,8 +62,8 @@ def promises(run: Run, delta: float) -> list[Guarantee]:
     Returns:
         One guarantee, or none if the method adds no noise.
     """
-    found = task_guarantee(run.task, run.method, run.answers, delta)
-    return [] if found is None else [found]
+    guarantee = task_guarantee(run.task, run.method, run.answers, delta)
+    return [] if guarantee is None else [guarantee]
 
 
 def _privacy(run: Run, delta: float) -> list[Section]:

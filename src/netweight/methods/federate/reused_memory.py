@@ -27,9 +27,9 @@ class ReusedMemory:
         size = math.prod(shape) * like.element_size()
         if like.device.type != "cpu" or not size:
             return like.new_empty(shape)
-        known = self._blocks.get(name)
-        free = known is not None and len(known[0]) >= size and known[1]() is None
-        block = known[0] if known is not None and free else np.empty(size, dtype=np.uint8)
+        entry = self._blocks.get(name)
+        free = entry is not None and len(entry[0]) >= size and entry[1]() is None
+        block = entry[0] if entry is not None and free else np.empty(size, dtype=np.uint8)
         given = block[:size]
         self._blocks[name] = block, weakref.ref(given)
         return torch.from_numpy(given).view(like.dtype).view(shape)

@@ -135,12 +135,12 @@ class Rounds:
             FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
         """
         for client in self.clients:
-            asked = [done for done in self.rounds if client in done.clients]
-            whys = [done.refused.get(client, "") for done in asked]
+            rounds = [done for done in self.rounds if client in done.clients]
+            whys = [done.refused.get(client, "") for done in rounds]
             failed = [why.startswith(ANSWERED_WITH_ERROR) and TAKES_NO_PART not in why for why in whys]
-            if asked and all(failed):
+            if rounds and all(failed):
                 raise FederationStopped(
-                    f"Client {client} {whys[-1]}, in each of the {len(asked)} rounds that asked it; the others' "
+                    f"Client {client} {whys[-1]}, in each of the {len(rounds)} rounds that asked it; the others' "
                     f"result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
                     cure="Repair that client and run the same command with more rounds, or leave the client out "
                     "of the task.",
@@ -176,8 +176,8 @@ class Rounds:
             here: Clients that can be reached.
             absent: Client → why it cannot be reached.
         """
-        asked = sampled_clients(self.clients, self.settings, number, attempt)
-        there = still_there(asked, self.settings, number, attempt)
+        selected = sampled_clients(self.clients, self.settings, number, attempt)
+        there = still_there(selected, self.settings, number, attempt)
         most, answers = self.settings.most_answers(), self.answers
         spent = {client for client in there if most is not None and answers.get(client, 0) >= most}
         sent = {
@@ -185,11 +185,11 @@ class Rounds:
             for client in there
             if client in here and client not in spent
         }
-        missing = {c: absent.get(c, "was dropped, to simulate a failure (drop_out)") for c in asked if c not in sent}
+        missing = {c: absent.get(c, "was dropped, to simulate a failure (drop_out)") for c in selected if c not in sent}
         missing |= {c: f"has answered {most} times, which uses up its privacy budget" for c in spent}
         for client in sent:
             self.attempted[client] = self.attempted.get(client, 0) + 1
-        return Trial(number, attempt, asked, sent, missing, time.monotonic())
+        return Trial(number, attempt, selected, sent, missing, time.monotonic())
 
     def last_taken(self, client: int) -> int:
         """Return the last round in which a client's update was taken, 0 for none."""

@@ -151,8 +151,8 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
                     odd[updates[one].client] = f"sends the same as client {updates[two].client}"
     left = [row for row, update in enumerate(updates) if update.client not in odd]
     sizes = {name: min(state[name].numel(), OF_ALL // len(updates)) for name in floating}
-    seen = {f"in {largest!r}": (grams[largest], sizes[largest]), "as a whole": (total, sum(sizes.values()))}
-    for where, (gram, size) in seen.items():
+    views = {f"in {largest!r}": (grams[largest], sizes[largest]), "as a whole": (total, sum(sizes.values()))}
+    for where, (gram, size) in views.items():
         while len(left) > 2:  # the worst first: beside it others seem to go astray
             cosines = _agreement(gram[left][:, left])
             worst = min(range(len(left)), key=cosines.__getitem__)
@@ -165,12 +165,12 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
 
 def _sampled_gram(base: Tensor, name: str, updates: Sequence[Update]) -> Tensor:
     matrix = as_matrix(base)
-    wanted = rows_at_once(matrix, len(updates))
-    rows = slice(None) if len(matrix) <= wanted else torch.randperm(
+    most = rows_at_once(matrix, len(updates))
+    rows = slice(None) if len(matrix) <= most else torch.randperm(
         len(matrix), generator=torch.Generator().manual_seed(secrets.randbits(62))
-    )[:wanted]  # fmt: skip
-    found = changes(base, name, updates, rows).double()
-    return (found @ found.T).cpu()
+    )[:most]  # fmt: skip
+    sample = changes(base, name, updates, rows).double()
+    return (sample @ sample.T).cpu()
 
 
 def _agreement(gram: Tensor) -> list[float]:

@@ -42,12 +42,12 @@ def holders_of_examples(task: Task, clients: Iterable[int]) -> list[tuple[int, .
         for x, y in zip(inputs, targets, strict=True):
             row = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in (x, y))
             holders.setdefault(hashlib.blake2b(row, digest_size=16).digest(), set()).add(client)
-    kept: list[frozenset[int]] = []
+    largest: list[frozenset[int]] = []
     groups = {frozenset(group) for group in holders.values()}
     for group in sorted(groups, key=lambda group: (-len(group), sorted(group))):
-        if not any(group < other for other in kept):
-            kept.append(group)
-    return [tuple(sorted(group)) for group in kept]
+        if not any(group < other for other in largest):
+            largest.append(group)
+    return [tuple(sorted(group)) for group in largest]
 
 
 def task_guarantee(task: Task, method: Method, answers: Mapping[int, int], delta: float) -> Guarantee | None:

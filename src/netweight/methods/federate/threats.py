@@ -82,8 +82,8 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     if hasattr(method, "steps"):
         changes["steps"] = threat.local_steps
     if hasattr(method, "phases"):
-        kept = [phase for phase in method.phases if phase.trains != "head"]
-        changes["phases"] = tuple(phase.replace(epochs=epochs) for phase in kept)
+        phases = [phase for phase in method.phases if phase.trains != "head"]
+        changes["phases"] = tuple(phase.replace(epochs=epochs) for phase in phases)
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
 
 

@@ -83,13 +83,13 @@ def check_allow_list(names: Iterable[str], shared: Sequence[str], *, client: int
 
 
 def _matching(names: Sequence[str], shared: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    matches: list[str] = []
     for pattern in shared:
         try:
-            found += Select(pattern).keys(names)
+            matches += Select(pattern).keys(names)
         except UsageError:  # a pattern that matches none of these names allows none of them
             continue
-    return found
+    return matches
 
 
 def validate_updates(

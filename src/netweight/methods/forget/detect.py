@@ -218,8 +218,8 @@ def detect_resumably(
             began = time.perf_counter()
             group = waiting[start : start + at_once]
             try:
-                found = detect(model, [item["prompt"] for item in group], config)
-                values: list[Any] = [asdict(each) for each in found]
+                new_scores = detect(model, [item["prompt"] for item in group], config)
+                values: list[Any] = [asdict(each) for each in new_scores]
                 error = None
             except Exception:
                 values, error = [None] * len(group), traceback.format_exc()
@@ -260,9 +260,9 @@ def calibrate(
     else:
         raise UsageError(f"The rule {rule!r} with quantile {quantile} is unknown.", cure="Use mean+std or quantile.")
     below = [float((part <= value).double().mean()) for part in (seeds, means)]
-    seen = None if look is None else dict(look)
+    settings_of_detection = None if look is None else dict(look)
     middle = min(value, float(seeds.mean()))
-    return Threshold(value, words, below[0], below[1], len(scores), model, middle, seen)
+    return Threshold(value, words, below[0], below[1], len(scores), model, middle, settings_of_detection)
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
@@ -351,9 +351,9 @@ def windows_for(height: int, width: int) -> Windows:
 def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
     """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample."""
     # Source: arXiv 2406.02366, section 3.1.
-    found = noise.float() - latents.float()
-    low, high = found.amin((2, 3), keepdim=True), found.amax((2, 3), keepdim=True)
-    return (found - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
+    difference = noise.float() - latents.float()
+    low, high = difference.amin((2, 3), keepdim=True), difference.amax((2, 3), keepdim=True)
+    return (difference - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def similarity(
@@ -393,11 +393,11 @@ def published_similarity(first: Tensor, second: Tensor) -> Tensor:
     with extra("evidence", 'fidelity="reference" compares by torchmetrics'):
         from torchmetrics.functional.image import multiscale_structural_similarity_index_measure as measure
     windows = windows_for(*first.shape[-2:])
-    found: Tensor = measure(
+    similarity: Tensor = measure(
         first, second, kernel_size=windows.kernel, sigma=0.15 * (windows.kernel - 1), betas=windows.weights,
         reduction="none",
     )  # fmt: skip
-    return found
+    return similarity
 
 
 def pairwise(differences: Tensor, *, published: bool = False) -> Tensor:
@@ -407,9 +407,9 @@ def pairwise(differences: Tensor, *, published: bool = False) -> Tensor:
     rows, columns = torch.triu_indices(count, count, 1).tolist()
     if rows:
         measure = published_similarity if published else similarity
-        found = measure(differences[rows], differences[columns])
-        result[rows, columns] = found
-        result[columns, rows] = found
+        similarities = measure(differences[rows], differences[columns])
+        result[rows, columns] = similarities
+        result[columns, rows] = similarities
     return result
 
 
@@ -440,6 +440,6 @@ def _windows_along(side: int, kernel: int) -> Tensor:
     """For every pixel of a side the weights of the window around it, shape `(side, side)`."""
     offsets = torch.arange(kernel) - kernel // 2
     bell = (-offsets.double().square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
-    seen = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
-    seen = side - 1 - (side - 1 - seen).abs()  # and at the last
-    return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, seen, (bell / bell.sum()).expand(side, -1))
+    positions = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
+    positions = side - 1 - (side - 1 - positions).abs()  # and at the last
+    return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, positions, (bell / bell.sum()).expand(side, -1))

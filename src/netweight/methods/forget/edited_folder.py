@@ -82,12 +82,12 @@ def write_edited(
                 replace_tensors(tree / path, own)
                 edited[path.as_posix()] = digest_file(tree / path)
                 continue
-            rounded, kept = _in_another_file(files.folder, path, tensors, read)
+            rounded, overwritten = _in_another_file(files.folder, path, tensors, read)
             if rounded is None:
                 unedited.append(path.as_posix())
                 continue
             replace_tensors(tree / path, rounded)
-            stored |= {f"{path.as_posix()}|{name}": each for name, each in kept.items()}
+            stored |= {f"{path.as_posix()}|{name}": each for name, each in overwritten.items()}
             edited[path.as_posix()] = digest_file(tree / path)
     unedited = sorted(set(unedited) - set(edited))
     left_out = unedited if other_weights == "leave-out" else []
@@ -217,12 +217,12 @@ def _changed_tensors(model: PipelineModel, record: EditRecord) -> dict[str, dict
     parts = [model.component]
     if model.lora:
         parts += [part for part in model.files.parts if part.startswith("text_encoder")]
-    found: dict[str, dict[str, Tensor]] = {}
+    changes: dict[str, dict[str, Tensor]] = {}
     for part in parts:
         places = model.files.places(part)
         network: torch.nn.Module = getattr(model.pipeline, part)
-        known = _names_in_files(network, places)
-        names = known if model.lora else {name: known.get(name) for name in _edited_names(record)}
+        names_in_files = _names_in_files(network, places)
+        names = names_in_files if model.lora else {name: names_in_files.get(name) for name in _edited_names(record)}
         changed: dict[str, Tensor] = {}
         parameters = dict(network.named_parameters()) | dict(network.named_buffers())
         for name, there in names.items():
@@ -238,8 +238,8 @@ def _changed_tensors(model: PipelineModel, record: EditRecord) -> dict[str, dict
                 with torch.no_grad():
                     parameters[name].copy_(value.to(parameters[name]))
         if changed:
-            found[part] = changed
-    return found
+            changes[part] = changed
+    return changes
 
 
 def _edited_names(record: EditRecord) -> list[str]:
@@ -277,7 +277,7 @@ def _in_another_file(
         The tensors in the dtypes of the file, or None if it holds other weights; and those that do not follow from
         the weights that were edited.
     """
-    rounded, kept = {}, {}
+    rounded, originals = {}, {}
     for name, place in tensor_places(folder / path).items():
         if name not in tensors:
             continue
@@ -287,8 +287,8 @@ def _in_another_file(
             return None, {}
         rounded[name] = tensors[name].to(place.dtype)
         if tensor_bytes(before.to(place.dtype)) != tensor_bytes(there):
-            kept[name] = there
-    return rounded, kept
+            originals[name] = there
+    return rounded, originals
 
 
 def _same_weights(one: Tensor, other: Tensor) -> bool:
@@ -307,8 +307,11 @@ def _originals(source: Path, tree: Path, name: str, record: EditRecord) -> Itera
     names = {each for tensors in record.files.tensors.values() for each in tensors}
     for tensor in sorted(names & places.keys()):
         place = places[tensor]
-        kept = record.stored.get(f"{name}|{tensor}")
-        yield tensor, kept if kept is not None else _before(source / name, tensor, place, record).to(place.dtype)
+        original = record.stored.get(f"{name}|{tensor}")
+        yield (
+            tensor,
+            original if original is not None else _before(source / name, tensor, place, record).to(place.dtype),
+        )
 
 
 def _before(path: Path, tensor: str, place: TensorPlace, record: EditRecord) -> Tensor:

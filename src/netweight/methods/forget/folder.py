@@ -96,12 +96,12 @@ def forget_folder(
     pairs = _pairs(settings, model)
     with Job.beside(destination, overwrite=None) as job:
         checked = pairs if settings.verify else None
-        generation, kept = settings.generation(_SEED), job.folder / "checks"
+        generation, images_folder = settings.generation(_SEED), job.folder / "checks"
         if checked is not None:
-            before = generate_images(model, checked.prompts, generation, folder=kept, progress=progress)
+            before = generate_images(model, checked.prompts, generation, folder=images_folder, progress=progress)
         record = _edited(model, prompts, ordinary, anchors, pairs, settings, earlier, job, progress)
         if checked is not None:
-            after = generate_images(model, checked.prompts, generation, folder=kept, progress=progress)
+            after = generate_images(model, checked.prompts, generation, folder=images_folder, progress=progress)
             record = replace(record, check=check_edit(checked.pairs, before, after).to_json())
         remarks = tuple(pairs.remarks) if pairs is not None else ()
         if ordinary and len(ordinary) < FEW:
@@ -174,7 +174,7 @@ def audit_folder(
     prompts, ordinary = _prompts(audit.search.targets, audit.ordinary, audit.column)
     others = [] if audit.others is None else read_prompts(audit.others, column=audit.column)
     _check_apart({"memorized": prompts, "ordinary": ordinary, "other": others})
-    found = localized(model)
+    localizations = localized(model)
     prepared = prepare(audit.search, model)
     models: dict[str, TextToImage] = {subject.name: subject.model for subject in prepared.subjects}
     _check_edit(model, models["original"].digest())
@@ -197,7 +197,13 @@ def audit_folder(
     if audit.searched:
         comparison = prepared.compare(range(seed, seed + audit.search.seeds), folder=folder, progress=progress)
     errors = _membership(models, prepared.pairs, prepared.controls, seed=seed, noises=audit.noises, progress=progress)
-    ran = {DETECTION: True, MEMBERSHIP: True, NEURONS: found is not None, IMAGES: True, SEARCH: comparison is not None}
+    ran = {
+        DETECTION: True,
+        MEMBERSHIP: True,
+        NEURONS: localizations is not None,
+        IMAGES: True,
+        SEARCH: comparison is not None,
+    }
     attacked = None if comparison is None else attacked_images(comparison, "edited", folder)
     shown = images(made, config, seed=seed, attacked=attacked)
     sections = [of_treatment(shown, TREATMENT, [name for name, done in ran.items() if done])]
@@ -206,18 +212,18 @@ def audit_folder(
         sections.append(search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=seed))
         searched = {name: verdict(comparison, name)[1] for name in comparison.subjects}
     sections += [membership(errors, seed=seed), detection(scores)]
-    if found is not None:
-        sections.append(neurons(found, _changed(models["original"], models["edited"], found)))
+    if localizations is not None:
+        sections.append(neurons(localizations, _changed(models["original"], models["edited"], localizations)))
     for each in sections:
         report.add(each)
-    told = {prompt: words for prompt, (_, words) in verdicts(made, config).items()}
-    return Audited(tuple(finding for each in sections for finding in each.findings), told, searched)
+    effects = {prompt: words for prompt, (_, words) in verdicts(made, config).items()}
+    return Audited(tuple(finding for each in sections for finding in each.findings), effects, searched)
 
 
 def localized(model: str | Path) -> list[Localization] | None:
     """Return what was localized for the edits of a pipeline's folder; None if its records do not say it."""
-    found = [each for record in read_records(model) for each in record.thresholds.get("found", [])]
-    return [Localization.from_json(each) for each in found] or None
+    records = [each for record in read_records(model) for each in record.thresholds.get("found", [])]
+    return [Localization.from_json(each) for each in records] or None
 
 
 def _scores(
@@ -252,8 +258,8 @@ def _membership(
     return Membership(before, after, controls_before, controls_after, given=bool(controls))
 
 
-def _changed(original: TextToImage, edited: TextToImage, found: Sequence[Localization]) -> dict[str, float]:
-    return changed_neurons(original, edited, {each.prompt: each.neurons for each in found})
+def _changed(original: TextToImage, edited: TextToImage, localizations: Sequence[Localization]) -> dict[str, float]:
+    return changed_neurons(original, edited, {each.prompt: each.neurons for each in localizations})
 
 
 def _prompts(targets: Path | None, ordinary: Path | None, column: str) -> tuple[list[str], list[str]]:
@@ -280,20 +286,20 @@ def _check_apart(groups: Mapping[str, Sequence[str]]) -> None:
 
 def _check_edit(model: Path, base: str) -> None:
     """Refuse a base that the edited folder was not made of, where its records name it."""
-    known = [record.before for record in read_records(model)]
-    if known and base not in known:
+    bases = [record.before for record in read_records(model)]
+    if bases and base not in bases:
         raise UsageError(
-            f"{model} was made from another base: {known[0]}, not {base}.",
+            f"{model} was made from another base: {bases[0]}, not {base}.",
             cure="Name the pipeline before its edit as --base.",
         )
 
 
 def _units(model: Path) -> Units:
     """The neurons of all edits of a folder."""
-    found = Units()
+    units = Units()
     for record in read_records(model):
-        found = found | record.units
-    return found
+        units = units | record.units
+    return units
 
 
 def apply(source: Path, destination: Path, settings: FolderForgetting, progress: Progress) -> None:
@@ -324,8 +330,8 @@ def examine(
         prompts, ordinary = _prompts(settings.targets, settings.ordinary, settings.column)
         config = settings.localization
         task = EditTask(models["original"], prompts, ordinary, job=beside, progress=progress)
-        found = localized(destination) or neurons_of_prompts(task, config)
-        return found, _changed(models["original"], models["edited"], found)
+        localizations = localized(destination) or neurons_of_prompts(task, config)
+        return localizations, _changed(models["original"], models["edited"], localizations)
     assert settings.targets is not None  # checked
     pairs = read_pairs(settings.targets, models["original"].image_size, settings.pipeline.fit).pairs
     if audit == MEMBERSHIP:

@@ -115,8 +115,8 @@ class FolderForgetting(Settings):
         """The edit that was chosen, with its settings; a file of neurons chooses theirs."""
         if "method" not in self.given and self.neurons.file is not None:
             return self.neurons
-        found: Edit = getattr(self, _FIELDS[self.method])
-        return found
+        edit: Edit = getattr(self, _FIELDS[self.method])
+        return edit
 
     @property
     def localization(self) -> LocalizationConfig:

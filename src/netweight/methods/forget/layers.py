@@ -60,30 +60,30 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
     # Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
     if scope not in get_args(Scope):
         raise UsageError(f"The scope {scope!r} is unknown.", cure='Use "down+mid" or "all".')
-    found = {
+    layers = {
         f"{name}.to_v": _layer(name, module)
         for name, module in denoiser.named_modules()
         if name.rpartition(".")[2] == "attn2" and isinstance(getattr(module, "to_v", None), nn.Module)
     }
-    everywhere = len(found)
+    everywhere = len(layers)
     if scope == "down+mid":
-        found = {name: layer for name, layer in found.items() if _stage(name) != _STAGES.index("up_blocks")}
-    if everywhere and not found:
+        layers = {name: layer for name, layer in layers.items() if _stage(name) != _STAGES.index("up_blocks")}
+    if everywhere and not layers:
         raise Unsupported(
             f"The {type(denoiser).__name__} attends to text on the way up only.", cure='Look there: scope="all".'
         )
-    if not found and hasattr(denoiser, "context_embedder"):
+    if not layers and hasattr(denoiser, "context_embedder"):
         raise Unsupported(
             f"In the {type(denoiser).__name__} text and image attend to each other jointly: its values depend on the "
             "image and the timestep, so that it has no neurons of a prompt.",
             cure="Use an edit without neurons: --method closed-form or --method siss.",
         )
-    if not found:
+    if not layers:
         raise Unsupported(
             f"The {type(denoiser).__name__} has no cross-attention: there is no module attn2.to_v in it.",
             cure="Forgetting needs a model that attends to text in such layers, as Stable Diffusion 1 and 2 do.",
         )
-    return dict(sorted(found.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
+    return dict(sorted(layers.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
 
 
 @final
@@ -134,8 +134,8 @@ def attended(denoiser: nn.Module, layer: ValueLayer, text: Text) -> Tensor:
     if isinstance(projection, nn.Module):
         states = projection(states)
     normed = getattr(layer.attention, "norm_cross", None) is not None
-    found: Tensor = layer.attention.norm_encoder_hidden_states(states) if normed else states
-    return found
+    inputs: Tensor = layer.attention.norm_encoder_hidden_states(states) if normed else states
+    return inputs
 
 
 def text_values(
@@ -239,7 +239,7 @@ class Statistics:
     def write(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Write a safetensors file: `{layer}.mean` and `{layer}.std`, number and digest in the metadata."""
         tensors = {f"{name}.mean": mean.contiguous() for name, mean in self.means.items()}
-        tensors |= {f"{name}.std": found.contiguous() for name, found in self.deviations.items()}
+        tensors |= {f"{name}.std": deviation.contiguous() for name, deviation in self.deviations.items()}
         about = {"version": _VERSION, "prompts": self.prompts, "model": self.model, "layers": list(self.means)}
         data = safetensors.torch.save(tensors, {"netweight.statistics": json.dumps(about)})
         with whole_file(Path(path), overwrite=overwrite) as file:
@@ -300,11 +300,11 @@ def text_activations(model: TextToImage, layers: Mapping[str, ValueLayer], text:
     # Source: arXiv 2406.02366, section 3.2.
     values = text_values(model.denoiser, layers, text)
     weights = torch.ones(text.states.shape[:2]) if text.mask is None else text.mask.double()
-    found = {}
+    activations = {}
     for name, value in values.items():
         share = (weights / weights.sum(1, keepdim=True)).to(device=value.device, dtype=torch.float64)
-        found[name] = torch.einsum("ntw,nt->nw", value.double().abs(), share)
-    return found
+        activations[name] = torch.einsum("ntw,nt->nw", value.double().abs(), share)
+    return activations
 
 
 def changed_neurons(original: TextToImage, edited: TextToImage, neurons: Mapping[str, Units]) -> dict[str, float]:
@@ -313,8 +313,8 @@ def changed_neurons(original: TextToImage, edited: TextToImage, neurons: Mapping
     layers = [value_layers(model.denoiser, scope="all") for model in (original, edited)]
     for prompt, units in neurons.items():
         before, after = (
-            text_activations(model, found, model.embed([prompt]))
-            for model, found in zip((original, edited), layers, strict=True)
+            text_activations(model, value_layers_of_model, model.embed([prompt]))
+            for model, value_layers_of_model in zip((original, edited), layers, strict=True)
         )
         moved = [
             float((after[name][0, index] - before[name][0, index]).abs() / before[name][0, index].clamp_min(1e-12))
@@ -339,15 +339,15 @@ def measure_statistics(
             f"Statistics need at least 2 prompts and got {len(prompts)}.", cure="Give many: 1,000 or more."
         )
     layers = value_layers(model.denoiser, scope=scope)
-    found: Statistics | None = None
+    statistics: Statistics | None = None
     with progress.task("statistics", len(prompts), unit="prompts") as task:
         for start in range(0, len(prompts), batch):
             chosen = list(prompts[start : start + batch])
             part = _statistics(text_activations(model, layers, model.embed(chosen)))
-            found = part if found is None else found.merged(part)
+            statistics = part if statistics is None else statistics.merged(part)
             task.update(len(chosen))
-    assert found is not None  # there are prompts
-    return Statistics(found.means, found.deviations, found.prompts, model.digest())
+    assert statistics is not None  # there are prompts
+    return Statistics(statistics.means, statistics.deviations, statistics.prompts, model.digest())
 
 
 def _statistics(activations: Mapping[str, Tensor]) -> Statistics:

@@ -169,13 +169,13 @@ def localize(
             else:
                 yield index, Outcome(value, None, seconds)
 
-    found = []
+    localizations = []
     with Job.open(folder, shared=True) as job, progress.task("localize", len(items), unit="prompts") as task:
         for result in job.map(localized, items, name="neurons", engine=engine, ordered=True):
             failed = Localization(result.config["prompt"], "failed", Units(), {}, {}, error=result.error or "")
-            found.append(Localization.from_json(result.value) if result.ok else failed)
+            localizations.append(Localization.from_json(result.value) if result.ok else failed)
             task.update()
-    return found
+    return localizations
 
 
 def _statistics_digest(statistics: Statistics) -> str:
@@ -197,10 +197,10 @@ def localize_prompt(
     # Source: arXiv 2406.02366, section 3 and its code.
     config = config or LocalizationConfig()
     predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
-    ((_, found),) = run_searches([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    ((_, localization),) = run_searches([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
+    if isinstance(localization, Exception):
+        raise localization
+    return localization
 
 
 @torch.no_grad()
@@ -220,20 +220,23 @@ def search(
         unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
     seeds = greatest(pairwise(unblocked, published=released)).tolist()
     score = max(seeds) if released else sum(seeds) / len(seeds)
-    kept = [seed for seed in every if seeds[seed] > threshold.value]
+    memorized_seeds = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")
-    if not kept or score <= threshold.value:
+    if not memorized_seeds or score <= threshold.value:
         return Localization(
             prompt, "not memorized", Units(), {}, {}, seeds=tuple(seeds), threshold=threshold.value, rows=len(seeds),
             steps=costs.steps,
         )  # fmt: skip
-    wanted = aim if config.initial is None else config.initial
-    goal = wanted if config.refinement is None else config.refinement
+    initial_limit = aim if config.initial is None else config.initial
+    goal = initial_limit if config.refinement is None else config.refinement
     stages = _stages(model, layers, prompt, statistics, config)
     trials = Trials(
-        text, kept, unblocked[kept], costs, released=predictions if released else None, limit=wanted
+        text, memorized_seeds, unblocked[memorized_seeds], costs,
+        released=predictions if released else None, limit=initial_limit
     )  # fmt: skip
-    stage, reached = yield from _first_stage(trials, stages, wanted, kept.index(max(kept, key=seeds.__getitem__)))
+    stage, reached = yield from _first_stage(
+        trials, stages, initial_limit, memorized_seeds.index(max(memorized_seeds, key=seeds.__getitem__))
+    )
     initial = _flat(stages[stage])
     (similarities,) = yield from trials.evaluate([blocked_by_layer(initial)])
     settled = released and not reached  # only then is it the limit, to the last bit
@@ -254,7 +257,7 @@ def search(
         theta=config.thetas[stage],
         top=stage,
         seeds=tuple(seeds),
-        kept=len(kept),
+        kept=len(memorized_seeds),
         threshold=threshold.value,
         broken=goal,
         refinement_threshold=limit,
@@ -286,8 +289,8 @@ def _stages(
     config: LocalizationConfig,
 ) -> list[dict[str, list[int]]]:
     """The neurons that every stage chooses."""
-    found = text_activations(model, layers, model.embed([prompt]))
-    activations = {name: values[0].cpu() for name, values in found.items()}
+    by_layer = text_activations(model, layers, model.embed([prompt]))
+    activations = {name: values[0].cpu() for name, values in by_layer.items()}
     z = statistics.z(activations)
     repeated = config.fidelity == "reference"
     return [
@@ -332,9 +335,9 @@ def _refine(
     backwards = list(layers)[::-1]
     places = {name: [place for place, neuron in enumerate(initial) if neuron[0] == name] for name in backwards}
     whole = [group for group in places.values() if group]
-    kept = yield from spared(initial, whole)
-    single = [[place] for name in backwards for place, neuron in enumerate(kept) if neuron[0] == name]
-    return (yield from spared(kept, single))
+    remaining = yield from spared(initial, whole)
+    single = [[place] for name in backwards for place, neuron in enumerate(remaining) if neuron[0] == name]
+    return (yield from spared(remaining, single))
 
 
 def _flat(stage: Mapping[str, Sequence[int]]) -> list[Neuron]:
@@ -346,12 +349,12 @@ def _by_layer(layers: Mapping[str, ValueLayer], neurons: Sequence[Neuron]) -> di
 
 
 def _units(neurons: Sequence[Neuron]) -> Units:
-    return Units({name: sorted(found) for name, found in blocked_by_layer(neurons).items()})
+    return Units({name: sorted(units) for name, units in blocked_by_layer(neurons).items()})
 
 
-def write_results(path: str | Path, found: Sequence[Localization], *, model: str) -> None:
+def write_results(path: str | Path, localizations: Sequence[Localization], *, model: str) -> None:
     """Write localizations as one JSON file, over one that is there."""
-    content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in found]}
+    content = {"version": _VERSION, "model": model, "prompts": [each.to_json() for each in localizations]}
     with whole_file(Path(path), overwrite=True) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode())
 
@@ -360,28 +363,28 @@ def read_neurons(path: str | Path, layers: Mapping[str, ValueLayer]) -> tuple[Un
     """Read any file that holds neurons: all of its prompts' together, prompt by prompt if it says, and their model."""
     path, model = Path(path), None
     if path.suffix == ".csv":
-        found = read_published(path, layers)
+        localizations = read_published(path, layers)
     else:
         try:
             text = path.read_text()
             content = json.loads(text)
             if "prompts" not in content:
                 return Units.from_json(text), [], None
-            found, model = [Localization.from_json(each) for each in content["prompts"]], content["model"]
+            localizations, model = [Localization.from_json(each) for each in content["prompts"]], content["model"]
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"The neurons in {path} cannot be read: {error}.", cure="Give a file of netweight forget localize."
             ) from None
-    return union(found), found, model
+    return union(localizations), localizations, model
 
 
-def write_published(path: str | Path, found: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
+def write_published(path: str | Path, localizations: Sequence[Localization], layers: Mapping[str, ValueLayer]) -> None:
     """Write the table of the paper's code, over one that is there: a row per prompt, neurons as lists of lists."""
     # Prompts without neurons have empty lists; what the columns cannot say, such as their status, is in the JSON.
     rows = io.StringIO()
     writer = csv.writer(rows, delimiter=";", lineterminator="\n")
     writer.writerow(_COLUMNS)
-    for each in found:
+    for each in localizations:
         lists = [[list(part.get(name, ())) for name in layers] for part in (each.initial, each.refined)]
         writer.writerow([each.prompt, "", lists[0], each.initial_similarity, lists[1], each.refined_similarity])
     with whole_file(Path(path), overwrite=True) as file:
@@ -429,10 +432,10 @@ def _number(text: str | None) -> float | None:
         return None
 
 
-def union(found: Sequence[Localization]) -> Units:
+def union(localizations: Sequence[Localization]) -> Units:
     """Return the neurons of all prompts together."""
     together: dict[str, set[int]] = {}
-    for each in found:
+    for each in localizations:
         for name, index in each.neurons:
             together.setdefault(name, set()).add(index)
     return Units({name: sorted(indices) for name, indices in together.items()})

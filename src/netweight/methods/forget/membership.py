@@ -98,13 +98,13 @@ def picture_errors(
             noise = torch.randn(latents.shape, generator=torch_generator(seed, "errors")).to(latents)
             at = times.to(latents.device)
             noisy = model.add_noise(latents, noise, at)
-            for found, words in ((own, prompt), (empty, "")):
+            for errors, words in ((own, prompt), (empty, "")):
                 text = model.embed([words]).rows([0] * noises)
 
                 def part(rows: slice, text=text, noisy=noisy, noise=noise, latents=latents, at=at) -> Tensor:  # type: ignore[no-untyped-def]
                     made = model.predict(noisy[rows], at[rows], text.rows(range(rows.start, rows.stop)))
                     return difference(model, made, Prediction(noise[rows], latents[rows]), at[rows], "velocity")
 
-                found[name] = float(batches.run(part, noises).mean())
+                errors[name] = float(batches.run(part, noises).mean())
                 task.update()
     return PictureErrors(own, empty)

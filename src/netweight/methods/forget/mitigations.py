@@ -77,14 +77,14 @@ def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, se
     drawn: dict[str, list[int]] = {}
     for group in groups:
         pool = [unit for unit in others if group in (None, unit[0])]
-        wanted = len(like) if group is None else len(like[group])
-        if len(pool) < wanted:
+        size = len(like) if group is None else len(like[group])
+        if len(pool) < size:
             raise UsageError(
-                f"There are only {len(pool)} neurons of {group or 'all layers'} besides those of the set, and {wanted} "
+                f"There are only {len(pool)} neurons of {group or 'all layers'} besides those of the set, and {size} "
                 "are to be drawn.",
                 cure="Compare with a smaller set.",
             )
-        order = torch.randperm(len(pool), generator=torch_generator(seed, "units", group or ""))[:wanted]
+        order = torch.randperm(len(pool), generator=torch_generator(seed, "units", group or ""))[:size]
         for name, index in (pool[place] for place in order.tolist()):
             drawn.setdefault(name, []).append(index)
     return Units(drawn)
@@ -128,9 +128,9 @@ class EmbeddingAdjustment:
         """Yield the model with adjusted embeddings of the prompts; other prompts are embedded as ever."""
         adjusted = {prompt: self._adjusted(model, prompt) for prompt in dict.fromkeys(prompts)}
 
-        def embed(asked: Sequence[str]) -> Text:
-            text = model.embed(asked)
-            states = [adjusted.get(prompt, text.states[place]) for place, prompt in enumerate(asked)]
+        def embed(requested: Sequence[str]) -> Text:
+            text = model.embed(requested)
+            states = [adjusted.get(prompt, text.states[place]) for place, prompt in enumerate(requested)]
             return replace(text, states=torch.stack(states))
 
         yield cast("TextToImage", OtherEmbedding(model, embed))
@@ -260,8 +260,8 @@ class _Rows:
         if self._known is None or self._masks is None:
             return None
         bias = states.new_zeros(len(states), 1, states.shape[1])
-        for known, mask in zip(self._known.to(states), self._masks, strict=True):
-            same = (states == known).flatten(1).all(1)
+        for prompt, mask in zip(self._known.to(states), self._masks, strict=True):
+            same = (states == prompt).flatten(1).all(1)
             bias[same] = torch.where(mask.to(states.device), 0.0, -10000.0).to(states)
         return bias
 
@@ -302,17 +302,17 @@ class WeightPruning:
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
         layers: dict[str, nn.Module] = Select(self.layers).modules(model.denoiser)
         memorized, ordinary = (self._norms(model, layers, chosen) for chosen in (prompts, self.ordinary))
-        kept: dict[str, Tensor] = {}
+        originals: dict[str, Tensor] = {}
         try:
             for name, layer in layers.items():
                 weight: Any = layer.weight
-                kept[name] = weight.detach().clone()
+                originals[name] = weight.detach().clone()
                 with torch.no_grad():
                     weight[self._chosen(weight, memorized[name], ordinary[name])] = 0
             yield model
         finally:
             with torch.no_grad():
-                for name, values in kept.items():
+                for name, values in originals.items():
                     whole: Any = layers[name].weight
                     whole.copy_(values)
 

@@ -90,13 +90,13 @@ def image_findings(images: GeneratedImages, config: ImagesConfig, *, seed: int) 
     def of(made: Mapping[str, Tensor]) -> list[Finding]:
         rows = copies(images, made, config)
         regions = [region_copies(each, made[each.prompt]) for each in images.memorized]
-        found = copy_findings(rows, measure=config.measure, threshold=config.threshold, seed=seed)
-        return [*found, *region_findings(regions, threshold=config.threshold)]
+        similarities = copy_findings(rows, measure=config.measure, threshold=config.threshold, seed=seed)
+        return [*similarities, *region_findings(regions, threshold=config.threshold)]
 
     before = {finding.name: finding.value for finding in of(images.original)}
     words = verdicts(images, config)
     suppressed = sum(outcome == "holds" for outcome, _ in words.values())
-    each = {prompt: told for prompt, (_, told) in words.items()}
+    each = {prompt: verdict for prompt, (_, verdict) in words.items()}
     findings = [Finding("prompts suppressed", suppressed, n=len(words), better="higher", detail={"each": each})]
     findings += [replace(finding, baseline=before.get(finding.name)) for finding in of(images.edited)]
     for name, control in images.controls.items():
@@ -235,7 +235,7 @@ def detection(
 
 
 def neurons(
-    found: Sequence[Localization],
+    localizations: Sequence[Localization],
     changed: Mapping[str, float] | None = None,
     *,
     layers: Sequence[str] | None = None,
@@ -244,21 +244,22 @@ def neurons(
 ) -> Section:
     """Return how many neurons were found and what blocking them reached; with figures if layers are given."""
     # `changed`: by prompt, the share of its neurons that an edit changed; see `changed_neurons`
-    counts = Counter(each.status for each in found)
+    counts = Counter(each.status for each in localizations)
     words = ", ".join(f"{count} {status}" for status, count in counts.items())
-    groups = {"prompts": found}
-    drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(found)) if layers else ()
-    findings = _neuron_findings(found)
+    groups = {"prompts": localizations}
+    drawn = (counts_figure(groups), layers_figure(groups, layers), overlap_figure(localizations)) if layers else ()
+    findings = _neuron_findings(localizations)
     if changed:
         findings.append(Finding(
             "neurons whose answer to their prompt the edit changed by half or more, mean over prompts",
             mean(changed.values()), n=len(changed), detail={"each": dict(changed)},
         ))  # fmt: skip
     return Section(
-        "Neurons", findings, tables=[prompts_table(found)],
+        "Neurons", findings, tables=[prompts_table(localizations)],
         figures=[figure for figure in drawn if figure is not None],
         question="Which neurons does each memorized prompt need, and does blocking them reach the threshold?",
-        conclusion=f"{len({unit for each in found for unit in each.neurons})} neurons for {len(found)} prompts: "
+        conclusion=f"{len({unit for each in localizations for unit in each.neurons})} neurons for "
+        f"{len(localizations)} prompts: "
         f"{words}.",
         intro="A prompt is resolved if blocking its neurons brings the similarity of first predictions down to the "
         "threshold. This does not measure generated images.",
@@ -304,21 +305,21 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
     count = len(subject.memorized) + len(subject.ordinary)
     similar = roc([each.similarity for each in subject.memorized], [each.similarity for each in subject.ordinary])
     norms = roc([each.wen for each in subject.memorized], [each.wen for each in subject.ordinary])
-    found = sum(each.similarity > limit.value for each in subject.memorized) / len(subject.memorized)
+    share = sum(each.similarity > limit.value for each in subject.memorized) / len(subject.memorized)
     alarms = sum(each.similarity > limit.value for each in subject.ordinary) / len(subject.ordinary)
     about = {"threshold": limit.to_json()}
     edited = []
     if subject.after:
         later = sum(each.similarity > limit.value for each in subject.after) / len(subject.after)
         edited.append(Finding(
-            "memorized prompts found in the edited model", later, n=len(subject.after), better="lower", baseline=found,
+            "memorized prompts found in the edited model", later, n=len(subject.after), better="lower", baseline=share,
             detail=about,
         ))  # fmt: skip
         edited += _recognized(subject)
     return [
         Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
         Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
-        Finding("memorized prompts found", found, n=len(subject.memorized), better="higher", detail=about),
+        Finding("memorized prompts found", share, n=len(subject.memorized), better="higher", detail=about),
         Finding(
             "ordinary prompts classified as memorized", alarms, n=len(subject.ordinary), better="lower", detail=about
         ),
@@ -354,7 +355,7 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
             baseline=two_sided(before), seeds=(seed,), detail={"AUC": after, "AUC before": before},
         ))  # fmt: skip
     worst_auc = max(float(each.value or 0) for each in findings)
-    told = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
+    verdict = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
     controls = "pictures that were given as never trained on" if subject.given else "rotated copies of the pictures"
     compared, few = len(subject.controls_after.own), []
     if compared < _FEW_CONTROLS:
@@ -364,7 +365,7 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
     return Section(
         "Membership", findings, tables=[_errors_table(subject)], warnings=few,
         question="Do the model's errors show which pictures it was trained on, or made to forget?",
-        conclusion=f"After the edit, errors {told} memorized pictures from others (two-sided AUC {worst_auc:.2f}).",
+        conclusion=f"After the edit, errors {verdict} memorized pictures from others (two-sided AUC {worst_auc:.2f}).",
         intro=f"The error of the model's prediction on a noised picture is small if the picture was trained on, and "
         f"large if it was unlearned too far; both are signs. Memorized pictures are compared with {controls}. A "
         "two-sided AUC of 0.5 means that the errors do not separate the two groups, 1 that they separate them fully.",
@@ -411,12 +412,12 @@ def _errors_table(subject: Membership) -> Table:
     return Table("Errors", columns, rows, ("Mean squared errors of the velocity, over noise levels.",))
 
 
-def _neuron_findings(found: Sequence[Localization]) -> list[Finding]:
+def _neuron_findings(localizations: Sequence[Localization]) -> list[Finding]:
     named = {
-        status: [each.prompt for each in found if each.status == status]
+        status: [each.prompt for each in localizations if each.status == status]
         for status in ("resolved", "unresolved", "not memorized", "failed")
     }
-    searched = [each for each in found if each.status in ("resolved", "unresolved")]
+    searched = [each for each in localizations if each.status in ("resolved", "unresolved")]
     counts = sorted(len(each.neurons) for each in searched)
     together = len({unit for each in searched for unit in each.neurons})
     sets = len({each.neurons for each in searched if len(each.neurons)})
@@ -427,7 +428,7 @@ def _neuron_findings(found: Sequence[Localization]) -> list[Finding]:
         Finding("different neurons of all prompts", together, n=len(counts) or None),
         Finding("different sets of neurons", sets, n=len(counts) or None),
         *(
-            Finding(f"prompts {status}", len(prompts), n=len(found) or None, detail={"prompts": prompts})
+            Finding(f"prompts {status}", len(prompts), n=len(localizations) or None, detail={"prompts": prompts})
             for status, prompts in named.items()
         ),
     ]
@@ -441,7 +442,7 @@ _MOST = 40
 
 def counts_figure(groups: Groups) -> Figure | None:
     """Draw how many prompts need how many neurons; None if nothing was looked for."""
-    counts = {name: [len(each.neurons) for each in _searched(found)] for name, found in groups.items()}
+    counts = {name: [len(each.neurons) for each in _searched(localizations)] for name, localizations in groups.items()}
     counts = {name: values for name, values in counts.items() if values}
     if not counts:
         return None
@@ -461,8 +462,8 @@ def layers_figure(groups: Groups, layers: Sequence[str]) -> Figure | None:
     """Draw the mean number of neurons per prompt in every layer; None if nothing was looked for."""
     means = {
         name: [mean(len(set(each.refined.get(layer, ()))) for each in searched) for layer in layers]
-        for name, found in groups.items()
-        if (searched := _searched(found))
+        for name, localizations in groups.items()
+        if (searched := _searched(localizations))
     }
     if not means:
         return None
@@ -484,9 +485,9 @@ def overlap(first: Localization, second: Localization) -> float:
     return len(first.neurons & second.neurons) / together if together else 0.0
 
 
-def overlap_figure(found: Sequence[Localization]) -> Figure | None:
+def overlap_figure(localizations: Sequence[Localization]) -> Figure | None:
     """Draw which prompts share neurons, for the first 40 that have some; None if there are none."""
-    shown = [each for each in found if each.neurons][:_MOST]
+    shown = [each for each in localizations if each.neurons][:_MOST]
     if not shown:
         return None
     return heat_maps(
@@ -499,7 +500,7 @@ def overlap_figure(found: Sequence[Localization]) -> Figure | None:
     )
 
 
-def prompts_table(found: Sequence[Localization]) -> Table:
+def prompts_table(localizations: Sequence[Localization]) -> Table:
     """Return a table of prompts with the number of their neurons and the similarity left when these are blocked."""
     return Table(
         "Neurons by prompt",
@@ -512,14 +513,14 @@ def prompts_table(found: Sequence[Localization]) -> Table:
                 each.prompt, each.status, sum(len(set(part)) for part in each.initial.values()), len(each.neurons),
                 each.refined_similarity, each.threshold,
             )
-            for each in found
+            for each in localizations
         ],
         ["Unresolved: even the last stage of the search did not bring every seed to the threshold."],
     )  # fmt: skip
 
 
-def _searched(found: Sequence[Localization]) -> list[Localization]:
-    return [each for each in found if each.status in ("resolved", "unresolved")]
+def _searched(localizations: Sequence[Localization]) -> list[Localization]:
+    return [each for each in localizations if each.status in ("resolved", "unresolved")]
 
 
 def _short(prompt: str, most: int = 32) -> str:
@@ -542,7 +543,7 @@ def _scores_table(scores: DetectionSubject) -> Table:
     return Table("Scores", columns, rows, notes)
 
 
-def _images_figure(images: GeneratedImages, config: ImagesConfig, found: Mapping[str, Tensor]) -> Figure:
+def _images_figure(images: GeneratedImages, config: ImagesConfig, searched: Mapping[str, Tensor]) -> Figure:
     """Draw training images beside those before the edit, after it, by controls, and after a search."""
     columns = ["training image", "original", "edited", *images.controls]
     rows = []
@@ -553,17 +554,17 @@ def _images_figure(images: GeneratedImages, config: ImagesConfig, found: Mapping
         row_images = [each.image, images.original[each.prompt][place], images.edited[each.prompt][place]]
         row_images += [control[each.prompt][place] for control in images.controls.values()]
         cells: list[object] = [_pixels(image) for image in row_images]
-        if found:
-            cells.append(_pixels(found[each.label]) if each.label in found else None)
+        if searched:
+            cells.append(_pixels(searched[each.label]) if each.label in searched else None)
         rows.append(cells)
     return image_grid(
         rows,
         rows=[each.label for each, _ in shown],
-        columns=[*columns, _ATTACKED] if found else columns,
+        columns=[*columns, _ATTACKED] if searched else columns,
         alt=f"{len(shown)} training images beside what the models generate for their prompts.",
         caption="All images of a row but the first and the last are of one seed: the one in the middle of the edited "
         "model's similarities to the training image."
-        + (" The last is what the search found in the edited model from other embeddings." if found else ""),
+        + (" The last is what the search found in the edited model from other embeddings." if searched else ""),
     )
 
 
@@ -597,8 +598,8 @@ def attacked_images(comparison: Comparison, subject: str, folder: str | Path) ->
         scores = [trial.best.score for trial in run.trials if trial.best is not None]
         if scores and max(scores) > best.get(run.target, (-torch.inf, run))[0]:
             best[run.target] = max(scores), run
-    found = {target: best_image(run, folder) for target, (_, run) in best.items()}
-    return {target: image for target, image in found.items() if image is not None}
+    images = {target: best_image(run, folder) for target, (_, run) in best.items()}
+    return {target: image for target, image in images.items() if image is not None}
 
 
 def _pixels(image: Tensor) -> object:

@@ -97,8 +97,8 @@ class RowMasks:
         """Return the replacement of a layer's output: values of each row's prompt, less what is blocked, or keys."""
 
         def forward(*_: Any, **__: Any) -> Tensor:
-            found = torch.cat([(prompt.keys if keys else prompt.values)[name] for prompt in self._prompts])
-            values = found[self._places.to(found.device)]
+            outputs = torch.cat([(prompt.keys if keys else prompt.values)[name] for prompt in self._prompts])
+            values = outputs[self._places.to(outputs.device)]
             factors = None if keys else self._factors.get(name)
             return values if factors is None else values * factors[:, None].to(values)
 
@@ -219,10 +219,10 @@ class Predictions:
 
         noise = self._noise[list(seeds)]
         with edit_outputs(self.model.denoiser, {name: zeroed(indices) for name, indices in blocked.items()}):
-            found = noise_in(self.model, noise, self._timestep, prompt.text.rows([0] * len(noise)))
+            predicted = noise_in(self.model, noise, self._timestep, prompt.text.rows([0] * len(noise)))
         costs.pause()
         costs.resume({"rows": len(noise), "calls": 1})
-        return noise_difference(found, noise)
+        return noise_difference(predicted, noise)
 
 
 def predicted(rows: Request, costs: Costs) -> Search[Tensor]:
@@ -271,23 +271,23 @@ class Trials:
         chosen = range(len(self._seeds)) if seeds is None else seeds
         together = len(self._seeds) if self._released and seeds is None else 0
         bounded = bool(self._released) and not together
-        known = ChainMap(self._known, self._least)
+        similarities = ChainMap(self._known, self._least)
         pairs = {(_key(trial), seed): (trial, seed) for trial in trials for seed in chosen}
-        new = {key: pair for key, pair in pairs.items() if key not in (known if bounded else self._known)}
+        new = {key: pair for key, pair in pairs.items() if key not in (similarities if bounded else self._known)}
         if new:
-            asked, ahead = {key: pair for key, pair in new.items() if key not in self._seen}, {}
-            if asked:
-                ahead = {key: pair for pair in foreseen if (key := (_key(pair[0]), pair[1])) not in known}
-            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in (asked | ahead).values()]
+            missing, ahead = {key: pair for key, pair in new.items() if key not in self._seen}, {}
+            if missing:
+                ahead = {key: pair for pair in foreseen if (key := (_key(pair[0]), pair[1])) not in similarities}
+            rows = [MaskedRow(self._prompt, trial, self._seeds[seed]) for trial, seed in (missing | ahead).values()]
             made = (yield from predicted(rows, self._costs)) if rows else ()
-            found = self._seen | dict(zip(asked | ahead, made, strict=True))
+            noise_differences = self._seen | dict(zip(missing | ahead, made, strict=True))
             scored = new if together else new | ahead
             differences, unblocked = (
-                torch.stack([found[key] for key in scored]),
+                torch.stack([noise_differences[key] for key in scored]),
                 self._unblocked[[at for _, at in scored]],
             )
             values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
-            self._seen = {key: found[key] for key in new | ahead} if self._released else {}
+            self._seen = {key: noise_differences[key] for key in new | ahead} if self._released else {}
             if bounded:
                 values = values - _ROUNDING
             (self._least if bounded else self._known).update(zip(scored, values.tolist(), strict=True))
@@ -295,7 +295,7 @@ class Trials:
             highest = max(self._known[_key(trial), seed] for seed in chosen)
             if abs(highest - self.limit) <= _ROUNDING:
                 self.settled(trial)
-        return [[known[_key(trial), seed] for seed in chosen] for trial in trials]
+        return [[similarities[_key(trial), seed] for seed in chosen] for trial in trials]
 
 
 def _key(trial: Blocked) -> Hashable:

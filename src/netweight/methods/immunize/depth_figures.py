@@ -29,15 +29,15 @@ _DEPTH = "depth: 0 is the embedding, then after each block"
 
 def distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
     """Draw how far the blocks' weights moved: the distance of each, and relative to the size of its weights."""
-    blocks = {name: [change for change in found if change.block is not None] for name, found in changes.items()}
-    most = {name: max(found, key=lambda change: change.relative) for name, found in blocks.items() if found}
-    told = {name: f"most in block {change.block}, by {change.relative:.1%}" for name, change in most.items()}
-    words = "; ".join(told[name] if len(told) == 1 else f"{name} {told[name]}" for name in told)
+    blocks = {name: [change for change in layers if change.block is not None] for name, layers in changes.items()}
+    most = {name: max(layers, key=lambda change: change.relative) for name, layers in blocks.items() if layers}
+    sentences = {name: f"most in block {change.block}, by {change.relative:.1%}" for name, change in most.items()}
+    words = "; ".join(sentences[name] if len(sentences) == 1 else f"{name} {sentences[name]}" for name in sentences)
     with canvas(2) as (drawing, axes):
-        for place, (name, found) in enumerate(blocks.items()):
-            x = [change.block or 0 for change in found]
+        for place, (name, layers) in enumerate(blocks.items()):
+            x = [change.block or 0 for change in layers]
             for panel, values in zip(
-                axes, ([c.distance for c in found], [100 * c.relative for c in found]), strict=True
+                axes, ([c.distance for c in layers], [100 * c.relative for c in layers]), strict=True
             ):
                 _line(panel, x, values, name, place)
         _dress(axes[0], "block", "L2 distance")
@@ -85,12 +85,12 @@ def probe_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
         worst = min(min(splits) for look in (before, after) for splits in look.probes)
         axes.set_ylim(min(0.45, worst - 0.05), 1.02)
         _legend(axes, drawing)
-        told = f"mean over depths: {', '.join(words)}"
+        summary = f"mean over depths: {', '.join(words)}"
         return to_figure(
             drawing,
-            alt=f"Accuracy of linear probes that separate harmful from harmless answers; {told}.",
+            alt=f"Accuracy of linear probes that separate harmful from harmless answers; {summary}.",
             caption=f"Linear probes on mean representations of answers; bands reach from the worst to the best split; "
-            f"0.5 is chance; {told}.",
+            f"0.5 is chance; {summary}.",
         )
 
 

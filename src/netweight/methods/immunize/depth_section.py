@@ -132,6 +132,6 @@ def _depths(before: LayerAnalysis, after: LayerAnalysis) -> Table:
         for kind in KINDS
         for look in (before, after)
     ]
-    found = [[statistics.fmean(splits) for splits in look.probes] for look in (before, after)]
-    rows = [(depth, *values) for depth, values in enumerate(zip(*lens, *found, strict=True))]
+    accuracies = [[statistics.fmean(splits) for splits in look.probes] for look in (before, after)]
+    rows = [(depth, *values) for depth, values in enumerate(zip(*lens, *accuracies, strict=True))]
     return Table("Lens and probes by depth", columns, rows, ("Depth 0 is the embedding, then after each block.",))

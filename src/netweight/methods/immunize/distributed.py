@@ -65,8 +65,8 @@ class ProcessGroup:
         """Return the number of each process, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         numbers[self.rank] = count
-        found: list[int] = self.sum(numbers).tolist()
-        return found
+        counts: list[int] = self.sum(numbers).tolist()
+        return counts
 
     def rows(self, own: Tensor, counts: Sequence[int]) -> Tensor:
         """All processes' rows, by rank, in the graph."""
@@ -123,14 +123,14 @@ class ProcessGroup:
 
     def check(self, look: Callable[[], None]) -> None:
         """Look at what each process has; an error of one is raised by all."""
-        failure, found = None, [None] * self.size
+        failure, failures = None, [None] * self.size
         try:
             look()
         except NetweightError as error:
             failure = error
         if self.size > 1:
-            torch.distributed.all_gather_object(found, _sendable(failure), group=self.handle)
-        _raise(failure, next(filter(None, found), None))
+            torch.distributed.all_gather_object(failures, _sendable(failure), group=self.handle)
+        _raise(failure, next(filter(None, failures), None))
 
 
 _Sent = tuple[type[Exception], str, str | None]
@@ -334,8 +334,8 @@ def gathered(modules: Iterable[nn.Module], dtype: torch.dtype) -> Iterator[tuple
                 if is_sharded(value):
                     replaced.append((owner, name, value))
                     owner._parameters[name] = used[value][0]  # type: ignore[assignment]  # as FSDP itself does it
-        wanted = [pair for value, pair in used.items() if value.requires_grad]
-        yield [leaf for leaf, _ in wanted], [graph for _, graph in wanted]
+        trained = [pair for value, pair in used.items() if value.requires_grad]
+        yield [leaf for leaf, _ in trained], [graph for _, graph in trained]
     finally:
         for owner, name, value in replaced:
             owner._parameters[name] = value

@@ -91,12 +91,12 @@ def immunize_folder(
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
-    kept = [] if settings.retain is None else tokenized_examples(_kept(settings, note), tokenizer, **how)
+    retained = [] if settings.retain is None else tokenized_examples(_kept(settings, note), tokenizer, **how)
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
     before = None if why_not else analyze_layers(network, pairs, pad_id=pad)
     with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
         record = immunize(
-            network, pairs, kept, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
+            network, pairs, retained, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
         )
         if settings.chat:  # so that attacks in another format are noticed
             record = replace(record, settings={**record.settings, "chat": True})

@@ -129,8 +129,8 @@ def _one_by_one(
             weight = 0.0
             # Else there is nothing to balance by; the next step tries again.
             if 0 < norm < math.inf and pull < math.inf:
-                found = term.share * pull / norm
-                weight = weights[name] = min(found, weights.get(name, found))
+                proposed = term.share * pull / norm
+                weight = weights[name] = min(proposed, weights.get(name, proposed))
             (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
             logs[name] = TermLog(values[name], weight, norm)
     return {name: logs[name] for name in side}

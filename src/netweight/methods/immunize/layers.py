@@ -82,14 +82,14 @@ def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, 
         raise UsageError(
             f"{len(pairs)} pairs are too few to analyze the layers of a model.", cure=f"Give at least {LEAST_PAIRS}."
         )
-    wanted = min(len(pairs), _MOST_PAIRS)
-    chosen = [pairs[row * len(pairs) // wanted] for row in range(wanted)]
+    count = min(len(pairs), _MOST_PAIRS)
+    chosen = [pairs[row * len(pairs) // count] for row in range(count)]
     sides = {"harmful": [pair.harmful for pair in chosen], "harmless": [pair.harmless for pair in chosen]}
     device = next(model.parameters()).device
     lens: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     with evaluating(model):
         for kind, examples in sides.items():
-            for first in range(0, wanted, _AT_ONCE):
+            for first in range(0, count, _AT_ONCE):
                 batch = collate(examples[first : first + _AT_ONCE], pad_id=pad_id).to(device)
                 lens[kind].append(lens_by_layer(model, batch))
         states = {
@@ -115,13 +115,13 @@ def representations(
 ) -> list[Tensor]:
     """The mean hidden state over each answer, at every depth."""
     device = next(model.parameters()).device
-    found: list[list[Tensor]] = []
+    batches: list[list[Tensor]] = []
     for first in range(0, max(1, len(examples)), batch_size):
         batch = collate(examples[first : first + batch_size], pad_id=pad_id).to(device)
         result: Any = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, output_hidden_states=True)
         answers = (batch.labels != IGNORED)[..., None]
-        found.append([((state.float() * answers).sum(1) / answers.sum(1)).cpu() for state in result.hidden_states])
-    return [torch.cat(states) for states in zip(*found, strict=True)]
+        batches.append([((state.float() * answers).sum(1) / answers.sum(1)).cpu() for state in result.hidden_states])
+    return [torch.cat(states) for states in zip(*batches, strict=True)]
 
 
 @torch.no_grad()

@@ -119,10 +119,10 @@ def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Struct
             for some, tokens in _chunks(layer.detach(), targets, chunk):
                 leaf = some.requires_grad_()
                 loss = _of_chunk(leaf, tokens, structure)
-                found = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
-                pieces.append(found[0])
+                gradients = torch.autograd.grad(loss / (targets.count * len(rows)), [leaf, *weights])
+                pieces.append(gradients[0])
                 losses.append(loss.detach())
-                for total, part in zip(by_weights, found[1:], strict=True):
+                for total, part in zip(by_weights, gradients[1:], strict=True):
                     total += part
             by_rows.append(torch.cat(pieces))
     # All layers have as many tokens, so that the mean of their means is that over all tokens.
@@ -147,12 +147,12 @@ def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def sampled_layers(layers: int, wanted: int | None, generator: torch.Generator | None) -> list[int]:
+def sampled_layers(layers: int, count: int | None, generator: torch.Generator | None) -> list[int]:
     """Draw layers without replacement, each as likely as any other, so that their mean is that of all on average."""
-    if wanted is None or wanted >= layers:
+    if count is None or count >= layers:
         return list(range(layers))
     device = "cpu" if generator is None else generator.device
-    drawn: list[int] = torch.randperm(layers, generator=generator, device=device)[:wanted].tolist()
+    drawn: list[int] = torch.randperm(layers, generator=generator, device=device)[:count].tolist()
     return sorted(drawn)
 
 
@@ -164,8 +164,8 @@ class _Precomputed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        known = ctx.saved_tensors
-        return None, None, *(grad * value for value in known), *(None for _ in known)
+        gradients = ctx.saved_tensors
+        return None, None, *(grad * value for value in gradients), *(None for _ in gradients)
 
 
 def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
@@ -174,6 +174,6 @@ def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[
     if not used or not torch.is_grad_enabled():
         return value
     leaves = [given for given, _ in used]
-    known = [gradient.to(given.dtype) for given, gradient in used]
-    result: Tensor = _Precomputed.apply(value, len(used), *leaves, *known)  # type: ignore[no-untyped-call]
+    converted = [gradient.to(given.dtype) for given, gradient in used]
+    result: Tensor = _Precomputed.apply(value, len(used), *leaves, *converted)  # type: ignore[no-untyped-call]
     return result

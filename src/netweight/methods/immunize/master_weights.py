@@ -78,8 +78,8 @@ class MasterWeights:
         """Return the name of a weight whose gradient holds NaN or infinity in any process, if there is one."""
         gradients = self.gradients
         bad = [name in gradients and not torch.isfinite(local(gradients[name])).all() for name in self.masters]
-        found = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
-        return next((name for name, count in zip(self.masters, found, strict=True) if count), None)
+        counts = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()
+        return next((name for name, count in zip(self.masters, counts, strict=True) if count), None)
 
     @torch.no_grad()
     def write_back(self) -> None:

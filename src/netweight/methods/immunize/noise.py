@@ -29,11 +29,11 @@ def published_noise(
         outputs = [functional.pad(output, (0, 0, 0, added)) for output in outputs]
         mask = functional.pad(mask, (0, added))
     everywhere = group.rows(mask, counts)[..., None]
-    found = []
+    distances = []
     for output in outputs:
         sample = group.rows(output * mask[..., None], counts)
-        found.append(biased_mmd(sample, scaled_noise(sample, generator, scaled=False) * everywhere))
-    return torch.stack(found).mean()
+        distances.append(biased_mmd(sample, scaled_noise(sample, generator, scaled=False) * everywhere))
+    return torch.stack(distances).mean()
 
 
 def corrected_noise(
@@ -44,7 +44,7 @@ def corrected_noise(
     group: ProcessGroup,
 ) -> Tensor:
     """The noise term: unbiased MMD between states of harmful answers and noise of their scale, mean over layers."""
-    found = []
+    distances = []
     counts = group.counts(int(answers.sum())) if group.size > 1 else []
     for output in outputs:
         points = output[answers]
@@ -53,10 +53,10 @@ def corrected_noise(
         else:
             points = random_rows(points, noise_tokens, generator)
         if len(points) < 2:  # one token says nothing of a distribution
-            found.append(points.float().sum() * 0)
+            distances.append(points.float().sum() * 0)
         else:
-            found.append(unbiased_mmd(points, scaled_noise(points, generator)))
-    return torch.stack(found).mean()
+            distances.append(unbiased_mmd(points, scaled_noise(points, generator)))
+    return torch.stack(distances).mean()
 
 
 def _drawn_everywhere(

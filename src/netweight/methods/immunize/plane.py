@@ -30,10 +30,10 @@ class Plane:
         if not 1 <= axes <= min(points.shape):
             raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")
         decomposition = library("sklearn.decomposition", "Principal components", "evidence")
-        found = decomposition.PCA(axes, svd_solver="full").fit(points.double().numpy())
-        center, directions = torch.from_numpy(found.mean_), torch.from_numpy(found.components_)
+        pca = decomposition.PCA(axes, svd_solver="full").fit(points.double().numpy())
+        center, directions = torch.from_numpy(pca.mean_), torch.from_numpy(pca.components_)
         largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-        shares = torch.from_numpy(found.explained_variance_ratio_).nan_to_num()  # 0 / 0 where all points are the same
+        shares = torch.from_numpy(pca.explained_variance_ratio_).nan_to_num()  # 0 / 0 where all points are the same
         return cls(center, directions * largest.sign(), shares)
 
     def place(self, points: Tensor) -> Tensor:

@@ -228,14 +228,14 @@ class _Training:
         (_, jobs), tensors = self.kept, dict[str, Tensor]()
 
         def read() -> tuple[dict[str, Any], set[str]] | None:
-            found = jobs[0].load()
-            tensors.update(found[1] if found else {})
-            return found and (found[0], set(tensors))
+            stored = jobs[0].load()
+            tensors.update(stored[1] if stored else {})
+            return stored and (stored[0], set(tensors))
 
-        known = self.group.first(read)
-        if known is None:
+        record = self.group.first(read)
+        if record is None:
             return False
-        about, names = known
+        about, names = record
         for name, master in self.weights.masters.items():
             put(master, self.group.spread(tensors.get(f"weight|{name}"), master))
             if self.optimizer is None:

@@ -47,6 +47,6 @@ def bounded_mean(state: Tensors, updates: Sequence[Update], liars: int) -> list[
         weights = torch.tensor([update.n for update in updates]).to(base)[:, None]
         for rows in row_blocks(matrix, len(updates)):
             # What acts on a mean is a change times its weight, so that product is what has extremes.
-            kept = (changes(base, name, updates, rows) * weights).sort(dim=0).values[cut : len(updates) - cut]
-            matrix[rows] += (kept.mean(0) * (len(updates) / total)).view_as(matrix[rows])
+            middle = (changes(base, name, updates, rows) * weights).sort(dim=0).values[cut : len(updates) - cut]
+            matrix[rows] += (middle.mean(0) * (len(updates) / total)).view_as(matrix[rows])
     return [joint_update(updates, joint)]

@@ -39,6 +39,6 @@ def _by_coordinate(state: Tensors, updates: Sequence[Update], rule: Callable[[Te
         if base.numel():
             matrix = as_matrix(made[name])
             for rows in row_blocks(matrix, len(updates)):
-                found = changes(base, name, updates, rows).T.sort(dim=1).values
-                matrix[rows] += rule(found).view_as(matrix[rows])
+                ordered = changes(base, name, updates, rows).T.sort(dim=1).values
+                matrix[rows] += rule(ordered).view_as(matrix[rows])
     return [joint_update(updates, made)]

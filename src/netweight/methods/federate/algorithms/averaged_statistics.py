@@ -40,8 +40,8 @@ class AveragedStatistics(Wrapped):
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return what a client keeps, without buffers that are shared."""
         shared = self.start(task, seed=seed)
-        kept = self.method.private_start(task, client, seed=seed)
-        return {name: value for name, value in kept.items() if name not in shared}
+        state = self.method.private_start(task, client, seed=seed)
+        return {name: value for name, value in state.items() if name not in shared}
 
     def message(self, state: Tensors, client: int) -> Tensors:
         """Return the method's message and the averaged buffers."""
@@ -65,10 +65,10 @@ class AveragedStatistics(Wrapped):
         ]
         sent = []
         for one in self.method.train(task, model, own, round=round, seed=seed):
-            wanted = parts[one.update.client][1]
-            buffers = {name: one.private[name] for name in wanted}
-            kept = {name: value for name, value in one.private.items() if name not in wanted}
-            sent.append(replace(one, update=_with(one.update, {**one.update.tensors, **buffers}), private=kept))
+            names = parts[one.update.client][1]
+            buffers = {name: one.private[name] for name in names}
+            private = {name: value for name, value in one.private.items() if name not in names}
+            sent.append(replace(one, update=_with(one.update, {**one.update.tensors, **buffers}), private=private))
         return sent
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class DirectMethod:
             draws = [seeds.derive(seed, "client", number, "round", round, "phase", order) for number in numbers]
             learners = [Learner(*one) for one in zip(numbers, weights, draws, added, strict=True)]
             weights, losses = train_phase(model, learners, phase, self.training)
-        return [self._trained(task, *found, round) for found in zip(numbers, weights, losses, strict=True)]
+        return [self._trained(task, *trained, round) for trained in zip(numbers, weights, losses, strict=True)]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the weighted average."""
@@ -242,8 +242,8 @@ class Ditto(Wrapped):
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[LocalResult]:
         """Train the shared model as FedAvg does, then each personal one near what was received."""
-        kept = [replace(client, private=_statistics(client.private)) for client in clients]
-        shared = self.method.train(task, model, kept, round=round, seed=seed)
+        learners = [replace(client, private=_statistics(client.private)) for client in clients]
+        shared = self.method.train(task, model, learners, round=round, seed=seed)
         done = []
         own = learners_of(self, task, clients, round=round, seed=seeds.derive(seed, "personal"))
         for one, client, learner in zip(shared, clients, own, strict=True):
@@ -285,8 +285,10 @@ class FedBN(Wrapped):
         done = []
         for one in self.method.train(task, model, whole, round=round, seed=seed):
             sent, _ = _split(task, one.update.tensors)
-            kept = _split(task, named_weights(task, one.weights))[1]
-            done.append(replace(one, update=replace(one.update, tensors=sent), private={**one.private, **kept}))
+            normalization = _split(task, named_weights(task, one.weights))[1]
+            done.append(
+                replace(one, update=replace(one.update, tensors=sent), private={**one.private, **normalization})
+            )
         return done
 
 
@@ -299,8 +301,8 @@ def _split(task: Task, named: Mapping[str, T]) -> tuple[dict[str, T], dict[str, 
         for name, layer in module.named_modules()
         if isinstance(layer, kinds)
     )
-    kept = {name: value for name, value in named.items() if name.startswith(own)} if own else {}
-    return {name: value for name, value in named.items() if name not in kept}, kept
+    normalization = {name: value for name, value in named.items() if name.startswith(own)} if own else {}
+    return {name: value for name, value in named.items() if name not in normalization}, normalization
 
 
 def _statistics(private: Tensors) -> dict[str, Tensor]:

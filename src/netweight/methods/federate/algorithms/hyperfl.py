@@ -109,8 +109,8 @@ class HyperFL:
         return self._private(task, embedding, task.initial_head(), task.initial_statistics())
 
     def _private(self, task: Task, embedding: Tensor, head: Tensor, statistics: Tensors) -> dict[str, Tensor]:
-        kept = prefixed("head.", task.head_layout.split(head)) if self.private_head else {}
-        return {"embedding": embedding} | kept | prefixed(STATISTICS, statistics)
+        classifier = prefixed("head.", task.head_layout.split(head)) if self.private_head else {}
+        return {"embedding": embedding} | classifier | prefixed(STATISTICS, statistics)
 
     def message(self, state: Tensors, client: int) -> Tensors:
         """Return the hypernetwork: all clients get the same."""
@@ -139,7 +139,7 @@ class HyperFL:
             model, learners, [client.private["embedding"] for client in clients], clients[0].received, self.training,
             head="generated" if not self.private_head else "trained" if self.joint_head else "kept",
         )  # fmt: skip
-        return [self._trained(task, c.number, found, round) for c, found in zip(clients, generated, strict=True)]
+        return [self._trained(task, c.number, result, round) for c, result in zip(clients, generated, strict=True)]
 
     def _with_trained_heads(self, model: LocalModel, learners: list[Learner]) -> list[Learner]:
         if not self.private_head or not self.training.head_epochs:
@@ -153,10 +153,10 @@ class HyperFL:
         """Return the weighted average of the hypernetworks."""
         return aggregate(state, updates)
 
-    def _trained(self, task: Task, number: int, found: Generated, round: int) -> LocalResult:
-        private = self._private(task, found.embedding, found.weights.head, found.weights.statistics)
-        update = Update(number, task.client(number).n, found.hypernetwork, round, {"loss": found.loss})
-        return LocalResult(update, private, found.weights)
+    def _trained(self, task: Task, number: int, result: Generated, round: int) -> LocalResult:
+        private = self._private(task, result.embedding, result.weights.head, result.weights.statistics)
+        update = Update(number, task.client(number).n, result.hypernetwork, round, {"loss": result.loss})
+        return LocalResult(update, private, result.weights)
 
 
 def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
@@ -194,17 +194,17 @@ def train_generated(
     for rows, batches in side_by_side(streams):
         made, codes, inputs = group.generate(rows)
         bodies, heads = group.halves(made, rows)
-        found = gradients(model, bodies, heads, batches, trains, [group.states[row] for row in rows])
-        assert found.body is not None
+        slopes = gradients(model, bodies, heads, batches, trains, [group.states[row] for row in rows])
+        assert slopes.body is not None
         if head == "generated":
-            assert found.head is not None
-            group.step(torch.cat([found.body, found.head], dim=1), codes, inputs, rows)
+            assert slopes.head is not None
+            group.step(torch.cat([slopes.body, slopes.head], dim=1), codes, inputs, rows)
         else:
-            group.step(found.body, codes, inputs, rows)
+            group.step(slopes.body, codes, inputs, rows)
         if head == "trained":
-            assert found.head is not None
-            group.classifiers.step(found.head, rows)
-        total[rows] += found.losses.cpu()
+            assert slopes.head is not None
+            group.classifiers.step(slopes.head, rows)
+        total[rows] += slopes.losses.cpu()
         count[rows] += 1
     return group.results((total / count).tolist())
 
@@ -354,8 +354,8 @@ class FactoredHeads:
         needed[self._units] = False
         if not needed.any():
             return
-        known, new = len(self._units), needed.nonzero().flatten().tolist()
-        self._base[known : known + len(new)] = self._weight[:, new].T
+        count, new = len(self._units), needed.nonzero().flatten().tolist()
+        self._base[count : count + len(new)] = self._weight[:, new].T
         self._units += new
 
     def _factors(self, row: int) -> tuple[float, Tensor, Tensor, Tensor]:

@@ -109,10 +109,10 @@ class PFedHN:
     ) -> list[LocalResult]:
         """Train each client's whole model by a number of steps."""
         learners = learners_of(self, task, clients, round=round, seed=seed)
-        found, losses = train_steps(model, learners, self.steps, self.training)
+        trained, losses = train_steps(model, learners, self.steps, self.training)
         return [
             self._trained(task, learner.number, weights, loss, round)
-            for learner, weights, loss in zip(learners, found, losses, strict=True)
+            for learner, weights, loss in zip(learners, trained, losses, strict=True)
         ]
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
@@ -225,10 +225,10 @@ class ServerHypernetwork:
         with torch.enable_grad():
             codes = hidden_code(trunk, embedding)
         into_codes = self._state[_WEIGHT].T @ along
-        found = torch.autograd.grad(codes, [embedding, *trunk.values()], into_codes)
+        slopes = torch.autograd.grad(codes, [embedding, *trunk.values()], into_codes)
         embeddings = torch.zeros_like(self._state[EMBEDDINGS])
-        embeddings[self._rows[client]] = found[0]
-        return {EMBEDDINGS: embeddings, **dict(zip(trunk, found[1:], strict=True))}, codes.detach()
+        embeddings[self._rows[client]] = slopes[0]
+        return {EMBEDDINGS: embeddings, **dict(zip(trunk, slopes[1:], strict=True))}, codes.detach()
 
     def _trunk(self) -> dict[str, Tensor]:
         return {name: value for name, value in self._state.items() if name.startswith(_TRUNK)}
@@ -240,8 +240,8 @@ class ServerHypernetwork:
 
     def _places(self) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Return where each generated tensor starts and its shape."""
-        found = {n.removeprefix(_LAYOUT): v.tolist() for n, v in self._state.items() if n.startswith(_LAYOUT)}
-        return {name: (numbers[0], tuple(numbers[1:])) for name, numbers in found.items()}
+        records = {n.removeprefix(_LAYOUT): v.tolist() for n, v in self._state.items() if n.startswith(_LAYOUT)}
+        return {name: (numbers[0], tuple(numbers[1:])) for name, numbers in records.items()}
 
     def _named(self, vector: Tensor) -> dict[str, Tensor]:
         return {

@@ -51,15 +51,15 @@ class ClosedForm(Edit):
     def stages(self, sizes: EditSizes) -> list[Stage]:
         """Return the search for anchors, and the images of every try: one at least, and `rounds` at most."""
         how: Any = {"guidance": 3.0, "steps": self.generation_steps}
-        found = []
+        stages = []
         if not sizes.anchors:
-            found.append(Stage.images(
+            stages.append(Stage.images(
                 "search for anchors", sizes.memorized + min(24, sizes.ordinary), guidance=3.0, steps=20
             ))  # fmt: skip
         count = sizes.memorized * self.images
-        found.append(Stage.images("images before the edit, to compare with", count, **how))
-        found.append(Stage.images("first try, of keys and values, and its images", count, **how, more=self.rounds > 1))
-        return found
+        stages.append(Stage.images("images before the edit, to compare with", count, **how))
+        stages.append(Stage.images("first try, of keys and values, and its images", count, **how, more=self.rounds > 1))
+        return stages
 
     def apply(self, task: EditTask) -> EditOutcome:
         """Edit the prompts together, and those again, with more weight and the next anchor, whose images remain."""
@@ -69,13 +69,16 @@ class ClosedForm(Edit):
         from netweight.methods.forget.weights import exchange
 
         model, prompts = task.model, task.prompts
-        wanted, tried = described_images(model, prompts, self.images, steps=self.generation_steps), [0] * len(prompts)
+        descriptions, tried = (
+            described_images(model, prompts, self.images, steps=self.generation_steps),
+            [0] * len(prompts),
+        )
         while True:
             anchors = [each[min(times, len(each) - 1)] for each, times in zip(task.anchors, tried, strict=True)]
             strength = torch.tensor([self.weight * 2**times for times in tried])
             before = self._replace(task, anchors, strength)
             images = described_images(model, prompts, self.images, steps=self.generation_steps)
-            alike = (images * wanted).sum(2).quantile(0.75, 1)
+            alike = (images * descriptions).sum(2).quantile(0.75, 1)
             left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]  # NaN counts as left
             if not left or max(tried) + 1 == self.rounds:
                 break
@@ -111,15 +114,15 @@ class ClosedForm(Edit):
         return before
 
 
-def _change(memorized: Tensor, anchor: Tensor, shares: Tensor, kept: Tensor, ridge: float) -> Tensor:
+def _change(memorized: Tensor, anchor: Tensor, shares: Tensor, ordinary: Tensor, ridge: float) -> Tensor:
     """The matrix that weights are multiplied with, from the right."""
     import torch
 
-    energy = kept.T @ kept / len(kept)
+    energy = ordinary.T @ ordinary / len(ordinary)
     energy += ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
     led = (shares * memorized).flatten(0, 1)
-    wanted, given = energy + anchor.flatten(0, 1).T @ led, energy + memorized.flatten(0, 1).T @ led
-    change: Tensor = torch.linalg.solve(given, wanted, left=False)
+    target, given = energy + anchor.flatten(0, 1).T @ led, energy + memorized.flatten(0, 1).T @ led
+    change: Tensor = torch.linalg.solve(given, target, left=False)
     return change
 
 

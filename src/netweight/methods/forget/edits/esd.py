@@ -31,11 +31,11 @@ class Esd(TrainedEdit):
         "**.attn2", description='Pattern of the names of modules that are trained; "all" trains all.'
     )
 
-    def further(self, asked: int) -> int:
-        return asked  # the original's answers to the prompts
+    def further(self, memorized: int) -> int:
+        return memorized  # the original's answers to the prompts
 
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""
         chosen = training.drawn_pairs(count, generator)
-        asked = training.asked(training.memorized_latents(chosen), chosen, training.empty_text(count), generator)
-        return replace(asked, away=training.pair_text(chosen))
+        questions = training.asked(training.memorized_latents(chosen), chosen, training.empty_text(count), generator)
+        return replace(questions, away=training.pair_text(chosen))

@@ -92,24 +92,24 @@ class Neurons(Edit):
         from netweight.methods.forget.scaling import scale_rows_
 
         if self.file is not None:
-            units, found = neurons_of_file(task, self.file)
+            units, localizations = neurons_of_file(task, self.file)
         else:
-            found = neurons_of_prompts(task, self.localization)
-            units = union(found)
+            localizations = neurons_of_prompts(task, self.localization)
+            units = union(localizations)
         if not units:
-            words = "; ".join(f"{each.prompt!r}: {each.status}" for each in found[:3])
+            words = "; ".join(f"{each.prompt!r}: {each.status}" for each in localizations[:3])
             raise UsageError(
-                f"No neurons were found for {len(found)} prompts ({words}).",
+                f"No neurons were found for {len(localizations)} prompts ({words}).",
                 cure="Score them first: netweight forget detect.",
             )
         rows = scale_rows_(task.model.denoiser, units, factor=self.factor)
         about = {
             "neurons": self.file.name if self.file else "neurons.json",
-            "found": [each.to_json() for each in found],
+            "found": [each.to_json() for each in localizations],
         }
         return EditOutcome(
             rows, units=units, factor=self.factor, thresholds=about,
-            prompts=[each.prompt for each in found if each.neurons],
+            prompts=[each.prompt for each in localizations if each.neurons],
         )  # fmt: skip
 
 
@@ -143,12 +143,12 @@ def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localiza
 
     # A table of the paper's code names no layers: its lists are those of the way down and the middle.
     layers = value_layers(task.model.denoiser, scope="down+mid" if neurons.suffix == ".csv" else "all")
-    units, found, found_in = read_neurons(neurons, layers)
+    units, localizations, model = read_neurons(neurons, layers)
     # Neurons found before an earlier edit still count: edits of several prompts follow each other.
     models = {task.model.digest(), *(record.before for record in task.earlier)}
-    if found_in is not None and found_in not in models:
+    if model is not None and model not in models:
         raise UsageError(
-            f"The neurons were found in another model: in {found_in}, not {task.model.digest()}.",
+            f"The neurons were found in another model: in {model}, not {task.model.digest()}.",
             cure="Localize on this model: netweight forget localize.",
         )
     for record in task.earlier:
@@ -159,4 +159,4 @@ def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localiza
                 cure="Undo that edit first.",
             )
         units = left
-    return units, list(found)
+    return units, list(localizations)

@@ -70,8 +70,8 @@ class Siss(TrainedEdit):
     def turned_copies(self) -> int:
         return self.turned
 
-    def further(self, asked: int) -> int:
-        return self.compared * (asked - min(asked - 1, max(1, round(self.anchored_share * asked))))
+    def further(self, memorized: int) -> int:
+        return self.compared * (memorized - min(memorized - 1, max(1, round(self.anchored_share * memorized))))
 
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on images of anchors under memorized prompts, and on the memorized pictures themselves."""
@@ -89,25 +89,25 @@ class Siss(TrainedEdit):
         pure = noisiest & (torch.rand(count, generator=generator) < 0.5)
         unprompted = torch.rand(count, generator=generator) < 0.5
         unprompted[:anchored] = False
-        asked = training.asked(latents, chosen, training.anchor_text(chosen), generator, times=times, pure=pure)
+        questions = training.asked(latents, chosen, training.anchor_text(chosen), generator, times=times, pure=pure)
         empty = training.empty_text(count)
         return replace(
-            asked,
-            text=training.either(unprompted, empty, asked.text),
-            teacher=training.either(unprompted, empty, asked.teacher),
+            questions,
+            text=training.either(unprompted, empty, questions.text),
+            teacher=training.either(unprompted, empty, questions.teacher),
             unlearned=slice(anchored, count),
         )
 
     def losses(
-        self, training: Training, asked: Questions, found: Prediction, losses: Tensor, generator: Generator
+        self, training: Training, questions: Questions, prediction: Prediction, losses: Tensor, generator: Generator
     ) -> Tensor:
         """Replace the losses on memorized pictures: the squared difference of logarithms of errors."""
         import torch
 
-        rows = asked.unlearned
-        errors = training.errors(asked, found, rows)
+        rows = questions.unlearned
+        errors = training.errors(questions, prediction, rows)
         with torch.no_grad():
-            others = [training.turned_errors(asked, rows, generator).log() for _ in range(self.compared)]
-            wanted = torch.stack(others).mean(0) + self.offset
-        distances = (errors.log() - wanted).square() * wanted.exp().clamp_min(_LEAST)
+            others = [training.turned_errors(questions, rows, generator).log() for _ in range(self.compared)]
+            target = torch.stack(others).mean(0) + self.offset
+        distances = (errors.log() - target).square() * target.exp().clamp_min(_LEAST)
         return torch.cat([losses[: rows.start], distances])

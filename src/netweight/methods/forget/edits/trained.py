@@ -76,32 +76,32 @@ class TrainedEdit(Edit):
     def stages(self, sizes: EditSizes) -> list[Stage]:
         """Return the images to learn from, the pictures, and the training."""
         how: Any = {"guidance": self.guidance, "steps": self.generation_steps}
-        found = []
+        stages = []
         if self.anchored and not sizes.anchors:
             count = sizes.memorized + min(24, sizes.ordinary)
-            found.append(Stage.images("search for anchors", count, guidance=3.0, steps=20))
+            stages.append(Stage.images("search for anchors", count, guidance=3.0, steps=20))
         taught = self.images * (sizes.ordinary + (sizes.memorized if self.turned_copies else 0))
         made = Stage.images("images to learn from", taught, **how)
-        found.append(replace(made, encoded=taught, prompts=sizes.ordinary + sizes.memorized))
+        stages.append(replace(made, encoded=taught, prompts=sizes.ordinary + sizes.memorized))
         if self.pictured:
             own = 0 if sizes.pictures else self.images * sizes.memorized
             pictures = (sizes.pictures or own) * (1 + self.turned_copies)
-            found.append(replace(Stage.images("memorized pictures", own, **how), encoded=pictures))
-        asked = max(2, round(self.memorized * self.batch))
-        kept, logs = self.batch - asked, min(10, self.steps)
+            stages.append(replace(Stage.images("memorized pictures", own, **how), encoded=pictures))
+        memorized = max(2, round(self.memorized * self.batch))
+        ordinary, logs = self.batch - memorized, min(10, self.steps)
         held = self.images * len(range(0, sizes.ordinary, 10))
-        found.append(Stage(
-            "training", gradients=self.steps * (kept + asked),
-            predictions=self.steps * (kept + asked + self.further(asked)) + logs * 2 * held,
+        stages.append(Stage(
+            "training", gradients=self.steps * (ordinary + memorized),
+            predictions=self.steps * (ordinary + memorized + self.further(memorized)) + logs * 2 * held,
         ))  # fmt: skip
-        return found
+        return stages
 
     @property
     def turned_copies(self) -> int:
         """Turned copies of each picture that it works with."""
         return 0
 
-    def further(self, asked: int) -> int:
+    def further(self, memorized: int) -> int:
         """Return the predictions of a step beside one of the original and one of the model for every latent."""
         return 0
 
@@ -110,7 +110,7 @@ class TrainedEdit(Edit):
         """Return what is asked under memorized prompts in a training step, and whose answers are learned."""
 
     def losses(
-        self, training: Training, asked: Questions, found: Prediction, losses: Tensor, generator: Generator
+        self, training: Training, questions: Questions, prediction: Prediction, losses: Tensor, generator: Generator
     ) -> Tensor:
         """Return the losses under memorized prompts, shape `(n,)`: by default the differences from the answers."""
         return losses

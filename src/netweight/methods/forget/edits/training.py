@@ -161,7 +161,7 @@ class Training:
         start = 0 if state is None else self._restore(*state)
         if state is None and self.edit.noised:
             self._add_noise(self.edit.noised)
-        total, kept = self.edit.steps, time.monotonic()
+        total, last_save = self.edit.steps, time.monotonic()
         fixed = weights_fixed(self.model.denoiser, but=self.weights.values())
         with fixed, recomputed(self.model), progress.task(self.edit.name, total, unit="steps") as task:
             task.update(start)
@@ -171,18 +171,18 @@ class Training:
                 if (step + 1) % max(1, total // 10) == 0 or step + 1 == total:
                     self.logs.append(TrainingLog(step + 1, loss, self._held_out()))
                     task.describe(f"{self.edit.name}: held-out difference {self.logs[-1].held_out:.3g}")
-                due = (step + 1) % _KEEP_EVERY == 0 or time.monotonic() - kept > _KEEP_SECONDS
+                due = (step + 1) % _KEEP_EVERY == 0 or time.monotonic() - last_save > _KEEP_SECONDS
                 if job is not None and due and step + 1 < total:
                     self._save(job, step + 1)
-                    kept = time.monotonic()
+                    last_save = time.monotonic()
         return self.logs
 
     # ---- what edits ask of a training ----
 
     def drawn_pairs(self, count: int, generator: Generator) -> list[int]:
         """Draw memorized pairs of a prompt and a picture, by number."""
-        found: list[int] = torch.randint(len(self.owners), (count,), generator=generator).tolist()
-        return found
+        pairs: list[int] = torch.randint(len(self.owners), (count,), generator=generator).tolist()
+        return pairs
 
     def drawn_times(self, count: int, generator: Generator) -> Tensor:
         """Draw timesteps, on the CPU."""
@@ -235,21 +235,23 @@ class Training:
             noisy = torch.where(pure.to(noisy.device)[:, None, None, None], noise, noisy)
         return Questions(noisy, latents, noise, times, self.pair_text(pairs), teacher, pairs)
 
-    def errors(self, asked: Questions, found: Prediction, rows: slice) -> Tensor:
+    def errors(self, questions: Questions, prediction: Prediction, rows: slice) -> Tensor:
         """Return the errors of predictions on the pictures of some rows, shape `(n,)`."""
-        right = Prediction(asked.noise[rows], asked.latents[rows])
-        made = Prediction(found.noise[rows], found.sample[rows])
-        return difference(self.model, made, right, asked.times[rows], self.edit.error)
+        right = Prediction(questions.noise[rows], questions.latents[rows])
+        made = Prediction(prediction.noise[rows], prediction.sample[rows])
+        return difference(self.model, made, right, questions.times[rows], self.edit.error)
 
-    def turned_errors(self, asked: Questions, rows: slice, generator: Generator) -> Tensor:
+    def turned_errors(self, questions: Questions, rows: slice, generator: Generator) -> Tensor:
         """Return the model's present errors on a turned copy of each picture, under the same prompt and noise level."""
-        picked = torch.randint(self._copies, (len(asked.pairs),), generator=generator).tolist()
-        latents = torch.stack([self._turned[pair][copy] for pair, copy in zip(asked.pairs, picked, strict=True)])[rows]
+        picked = torch.randint(self._copies, (len(questions.pairs),), generator=generator).tolist()
+        latents = torch.stack([self._turned[pair][copy] for pair, copy in zip(questions.pairs, picked, strict=True)])[
+            rows
+        ]
         noise = torch.randn(latents.shape, generator=generator).to(latents)
-        times = asked.times[rows]
-        places = list(range(*rows.indices(len(asked.pairs))))
-        found = self.model.predict(self.model.add_noise(latents, noise, times), times, asked.text.rows(places))
-        return difference(self.model, found, Prediction(noise, latents), times, self.edit.error)
+        times = questions.times[rows]
+        places = list(range(*rows.indices(len(questions.pairs))))
+        prediction = self.model.predict(self.model.add_noise(latents, noise, times), times, questions.text.rows(places))
+        return difference(self.model, prediction, Prediction(noise, latents), times, self.edit.error)
 
     # ---- a step ----
 
@@ -257,10 +259,10 @@ class Training:
         edit, generator = self.edit, torch_generator(self.edit.seed, "step", step)
         memorized, empty = max(2, round(edit.memorized * edit.batch)), round(edit.empty * edit.batch)
         rows = torch.randint(len(self.latents), (edit.batch - memorized,), generator=generator).tolist()
-        kept = self.text["shown"].rows([row // edit.images for row in rows[empty:]])
-        kept = Text.joined([self.empty_text(empty), kept]) if empty else kept
+        text = self.text["shown"].rows([row // edit.images for row in rows[empty:]])
+        text = Text.joined([self.empty_text(empty), text]) if empty else text
         noisy, times = self._noisy(self.latents[rows], generator)
-        asked = edit.questions(self, memorized, generator)
+        questions = edit.questions(self, memorized, generator)
         for group in self.optimizer.param_groups:
             group["lr"] = edit.lr * min(1, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / edit.steps)) / 2
         self.optimizer.zero_grad(set_to_none=True)
@@ -268,28 +270,28 @@ class Training:
         most = self.at_once
         # The gradient of the mean over the batch is the sum over its parts.
         for part in _slices(len(rows), most):
-            given = noisy[part], times[part], kept.rows(range(part.start, part.stop))
-            wanted = self._original(*given)
-            loss = difference(self.model, self.model.predict(*given), wanted, times[part], edit.error).sum()
+            given = noisy[part], times[part], text.rows(range(part.start, part.stop))
+            target = self._original(*given)
+            loss = difference(self.model, self.model.predict(*given), target, times[part], edit.error).sum()
             total += self._backward(loss / edit.batch, step)
         if memorized <= most:
-            total += self._memorized_part(asked, generator, step)
+            total += self._memorized_part(questions, generator, step)
         else:
-            for question in _parts(asked, most):
+            for question in _parts(questions, most):
                 total += self._memorized_part(question, generator, step)
         nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.step()
         return total
 
-    def _memorized_part(self, asked: Questions, generator: Generator, step: int) -> float:
-        wanted = self._original(asked.noisy, asked.times, asked.teacher)
-        if asked.away is not None:
-            added = self._original(asked.noisy, asked.times, asked.away)
-            wanted = Prediction(2 * wanted.noise - added.noise, 2 * wanted.sample - added.sample)
-        found = self.model.predict(asked.noisy, asked.times, asked.text)
-        losses = difference(self.model, found, wanted, asked.times, self.edit.error)
-        if asked.unlearned.stop > asked.unlearned.start:
-            losses = self.edit.losses(self, asked, found, losses, generator)
+    def _memorized_part(self, questions: Questions, generator: Generator, step: int) -> float:
+        target = self._original(questions.noisy, questions.times, questions.teacher)
+        if questions.away is not None:
+            added = self._original(questions.noisy, questions.times, questions.away)
+            target = Prediction(2 * target.noise - added.noise, 2 * target.sample - added.sample)
+        prediction = self.model.predict(questions.noisy, questions.times, questions.text)
+        losses = difference(self.model, prediction, target, questions.times, self.edit.error)
+        if questions.unlearned.stop > questions.unlearned.start:
+            losses = self.edit.losses(self, questions, prediction, losses, generator)
         return self._backward(losses.sum() / self.edit.batch, step)
 
     def _backward(self, loss: Tensor, step: int) -> float:
@@ -307,7 +309,7 @@ class Training:
         """Latents of the original's images: so many of each prompt, one after the other."""
         text = self.text[stream].rows(self._repeated(prompts))
         seeds = [derive(self.edit.seed, stream, place) for place in range(len(text))]
-        at_once, found = self.at_once, []
+        at_once, latents_of_all = self.at_once, []
         with progress.task(f"images to learn from ({stream or 'none'})", len(text), unit="images") as task:
             for part in _slices(len(text), at_once):
                 file = None if self.folder is None else self.folder / f"{stream}-{part.start}-{part.stop}.safetensors"
@@ -322,9 +324,9 @@ class Training:
                 else:
                     with open_checkpoint(file) as (_, store, _names):
                         latents = store.get("latents", check=True).to(self.model.initial_noise([0]).device)
-                found.append(latents)
+                latents_of_all.append(latents)
                 task.update(part.stop - part.start)
-        return torch.cat(found)
+        return torch.cat(latents_of_all)
 
     def _pictures(self, task: EditTask) -> tuple[list[int], Tensor]:
         """For each memorized pair the number of its prompt, and its picture; the model's own where none are known."""
@@ -382,8 +384,8 @@ class Training:
         def part(rows: slice) -> Tensor:
             text = self.text["held"].rows(owners[rows])
             given = noisy[rows], times[rows], text
-            wanted = self._original(*given)
-            return difference(self.model, self.model.predict(*given), wanted, times[rows], self.edit.error)
+            target = self._original(*given)
+            return difference(self.model, self.model.predict(*given), target, times[rows], self.edit.error)
 
         return float(Batches(self.at_once).run(part, len(noisy)).mean())
 
@@ -445,16 +447,16 @@ def _slices(count: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, count))
 
 
-def _parts(asked: Questions, most: int) -> Iterator[Questions]:
+def _parts(questions: Questions, most: int) -> Iterator[Questions]:
     """Questions in parts of at most so many rows, each with its share of memorized pictures."""
-    for part in _slices(len(asked.pairs), most):
+    for part in _slices(len(questions.pairs), most):
         places = range(part.start, part.stop)
         begin, end = (min(max(side, part.start), part.stop) - part.start for side in (
-            asked.unlearned.start, asked.unlearned.stop
+            questions.unlearned.start, questions.unlearned.stop
         ))  # fmt: skip
         yield replace(
-            asked, noisy=asked.noisy[part], latents=asked.latents[part], noise=asked.noise[part],
-            times=asked.times[part], text=asked.text.rows(places), teacher=asked.teacher.rows(places),
-            pairs=list(asked.pairs)[part], away=None if asked.away is None else asked.away.rows(places),
+            questions, noisy=questions.noisy[part], latents=questions.latents[part], noise=questions.noise[part],
+            times=questions.times[part], text=questions.text.rows(places), teacher=questions.teacher.rows(places),
+            pairs=list(questions.pairs)[part], away=None if questions.away is None else questions.away.rows(places),
             unlearned=slice(begin, end),
         )  # fmt: skip

@@ -75,12 +75,12 @@ class WithOriginal(Defense[S]):
 
     def moved(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> tuple[Any, Tensor]:
         """Return the model's output for a batch, and the mean distance of its states from the original's by depth."""
-        original, found = self.both(model, batch, output_hidden_states=True)
+        original, output = self.both(model, batch, output_hidden_states=True)
         apart = [
             (one[losses.seen(batch)].float() - other[losses.seen(batch)].float()).norm(dim=-1)
-            for one, other in zip(found.hidden_states, original.hidden_states, strict=True)
+            for one, other in zip(output.hidden_states, original.hidden_states, strict=True)
         ]
-        return found, torch.stack([losses.mean_of_all(each, group) for each in apart]).mean()
+        return output, torch.stack([losses.mean_of_all(each, group) for each in apart]).mean()
 
 
 class MovesWeights(LooksAhead[S]):

@@ -56,10 +56,12 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         places, answers = steps.blocks_at(model, 10, 20), batch.harmful.labels != IGNORED
-        with hooks.capture(model, places, gradients=True) as found, hooks.capture(self.original, places) as wanted:
+        with hooks.capture(model, places, gradients=True) as states, hooks.capture(self.original, places) as originals:
             self.both(model, batch.harmful)
         alike = [
-            functional.cosine_similarity(found[place][answers].float(), wanted[place][answers].float(), dim=-1).relu()
+            functional.cosine_similarity(
+                states[place][answers].float(), originals[place][answers].float(), dim=-1
+            ).relu()
             for place in places
         ]
         yield {

@@ -159,28 +159,28 @@ def harmful_terms(
     final = losses.answer_loss(result.logits, targets)
     depths = _states(model, result, parts)
     # OPT's feed-forward layers see all tokens in one row.
-    found = [output.reshape(*side.labels.shape, -1) for output in outputs.values()]
+    states = [output.reshape(*side.labels.shape, -1) for output in outputs.values()]
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
         if group.size > 1:  # a process without rows of its own has one that counts nowhere
             real = (side.labels != IGNORED).any(1)
-            found, mask = [output[real] for output in found], mask[real]
-        noise_term = noise.published_noise(found, mask, generator, group)
+            states, mask = [output[real] for output in states], mask[real]
+        noise_term = noise.published_noise(states, mask, generator, group)
         lens = losses.mean_lens_loss(depths, targets, parts, chunk=settings.chunk)
         average = final / len(depths) + lens
     else:
         answers = side.labels != IGNORED
         noise_term = (
-            noise.corrected_noise(found, answers, settings.noise_tokens, generator, group)
+            noise.corrected_noise(states, answers, settings.noise_tokens, generator, group)
             if settings.beta
             else final * 0
         )
         average = final
         if settings.lens_layers != 0:
-            wanted = settings.lens_layers
-            if wanted is None and parts.vocabulary > LARGE_VOCABULARY:
-                wanted = LENS_LAYERS
-            chosen = losses.sampled_layers(len(depths) - 1, wanted, generator)
+            layers = settings.lens_layers
+            if layers is None and parts.vocabulary > LARGE_VOCABULARY:
+                layers = LENS_LAYERS
+            chosen = losses.sampled_layers(len(depths) - 1, layers, generator)
             lens = losses.mean_lens_loss([depths[index] for index in chosen], targets, parts, chunk=settings.chunk)
             average = (final + lens * (len(depths) - 1)) / len(depths)
     if distributed.units(model):

@@ -78,16 +78,16 @@ class RMUDefense(WithOriginal[RMU]):
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         with hooks.capture(model, [self.place], gradients=True) as outputs:
             model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
-        found = outputs[self.place][batch.harmful.labels != IGNORED].float()
-        yield {"steering": Term(losses.mean_of_all((found - self.wanted.to(found)).square().mean(-1), batch.group))}
+        states = outputs[self.place][batch.harmful.labels != IGNORED].float()
+        yield {"steering": Term(losses.mean_of_all((states - self.wanted.to(states)).square().mean(-1), batch.group))}
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Squared distance from the original's states at every token."""
         with (
-            hooks.capture(model, [self.place], gradients=True) as found,
-            hooks.capture(self.original, [self.place]) as wanted,
+            hooks.capture(model, [self.place], gradients=True) as states,
+            hooks.capture(self.original, [self.place]) as originals,
         ):
             self.both(model, batch)
-        apart = found[self.place][losses.seen(batch)].float() - wanted[self.place][losses.seen(batch)].float()
+        apart = states[self.place][losses.seen(batch)].float() - originals[self.place][losses.seen(batch)].float()
         return {name: Term(losses.mean_of_all(apart.square().mean(-1), group), self.settings.alpha)}

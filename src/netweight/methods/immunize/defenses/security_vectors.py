@@ -91,8 +91,8 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
             remove_security_vectors(model)
             raise
         finally:
-            for value, wanted in before:
-                value.requires_grad_(wanted)
+            for value, required in before:
+                value.requires_grad_(required)
             for vector_part in vectors:
                 vector_part.requires_grad_(False)
 

@@ -77,6 +77,6 @@ def returning(weights: Sequence[Tensor]) -> Iterator[None]:
 
 def gradients_of(loss: Tensor, weights: Sequence[Tensor], group: ProcessGroup, *, keep: bool = False) -> list[Tensor]:
     """The gradients by all weights of all processes' loss; no weight's `grad` changes."""
-    found = torch.autograd.grad(loss, weights, retain_graph=keep, allow_unused=True, materialize_grads=True)
-    group.average(found)
-    return list(found)
+    gradients = torch.autograd.grad(loss, weights, retain_graph=keep, allow_unused=True, materialize_grads=True)
+    group.average(gradients)
+    return list(gradients)

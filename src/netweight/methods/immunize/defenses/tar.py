@@ -69,9 +69,9 @@ class TARDefense(WithOriginal[TAR]):
         used, others = (steps.rows_of(batch.harmful, numbers % 2 == odd) for odd in (1, 0))
         with steps.returning(weights):
             for step in range(1, settings.attack_steps + 1):
-                found = steps.gradients_of(losses.response_loss(model, used, group), weights, group)
+                slopes = steps.gradients_of(losses.response_loss(model, used, group), weights, group)
                 held = [value.grad for value in weights]
-                for value, gradient in zip(weights, found, strict=True):
+                for value, gradient in zip(weights, slopes, strict=True):
                     value.grad = gradient
                 attack.step()
                 for value, former in zip(weights, held, strict=True):
@@ -83,14 +83,14 @@ class TARDefense(WithOriginal[TAR]):
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and how far states moved at every depth."""
-        found, moved = self.moved(model, batch, group)
+        output, moved = self.moved(model, batch, group)
         return {
-            name: Term(losses.answer_loss(found.logits, losses.Targets.of_labels(batch.labels, group))),
+            name: Term(losses.answer_loss(output.logits, losses.Targets.of_labels(batch.labels, group))),
             f"{name} moved": Term(moved),
         }
 
     def uncertainty(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:
         """Mean entropy of what is predicted for the answers' tokens."""
         logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
-        found = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
-        return losses.mean_of_all(-(found.exp() * found).sum(-1), group)
+        log_probabilities = logits[:, :-1][batch.labels[:, 1:] != IGNORED].float().log_softmax(-1)
+        return losses.mean_of_all(-(log_probabilities.exp() * log_probabilities).sum(-1), group)

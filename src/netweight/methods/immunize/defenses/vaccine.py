@@ -71,11 +71,11 @@ class VaccineDefense(LooksAhead[Vaccine]):
         def gradients_at(rows: Batch) -> tuple[list[Tensor], Tensor]:
             """Gradients of a loss by the blocks' states, and the norm of each."""
             still = {name: rows.labels.new_zeros((*rows.labels.shape, parts.hidden_size)).float() for name in blocks}
-            found = steps.slopes(model, still, lambda: losses.response_loss(model, rows, group))
-            norms = torch.stack([grad.norm() for grad in found])
+            gradients = steps.slopes(model, still, lambda: losses.response_loss(model, rows, group))
+            norms = torch.stack([grad.norm() for grad in gradients])
             if group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
                 norms = group.sum(norms.square()).sqrt()
-            return found, norms.clamp(min=torch.finfo(torch.float32).tiny)
+            return gradients, norms.clamp(min=torch.finfo(torch.float32).tiny)
 
         count, chosen = math.ceil(self.settings.share * len(blocks)), torch.arange(len(blocks))
         if count < len(blocks):
