@@ -119,11 +119,11 @@ class Descent(Walk):
         def work(part: slice) -> None:
             owner = torch.arange(part.start, part.stop, device=moved.device) // noise_samples
             text = self._text([rows[place] for place in owner.tolist()], moved[owner])
-            found = denoising_error(
+            losses = denoising_error(
                 self._model, latents[part], noise[part], times[part], text, self._settings.error
             )  # fmt: skip
-            gradient.add_(torch.autograd.grad(found.sum() / noise_samples, moved)[0])
-            errors.index_add_(0, owner.cpu(), found.detach().cpu() / noise_samples)
+            gradient.add_(torch.autograd.grad(losses.sum() / noise_samples, moved)[0])
+            errors.index_add_(0, owner.cpu(), losses.detach().cpu() / noise_samples)
 
         with recomputed(self._model):
             self._batches.work(work, len(latents))
@@ -170,10 +170,10 @@ def denoising_error(
 
 
 def difference(
-    model: TextToImage, prediction: Prediction, wanted: Prediction, timestep: Tensor, kind: PredictionKind
+    model: TextToImage, prediction: Prediction, target: Prediction, timestep: Tensor, kind: PredictionKind
 ) -> Tensor:
     """Return the mean squared difference of two predictions for the same noisy latents."""
-    first, second = (chosen(model, one, timestep, kind) for one in (prediction, wanted))
+    first, second = (chosen(model, one, timestep, kind) for one in (prediction, target))
     return (first - second).float().square().flatten(1).mean(1)
 
 
@@ -352,7 +352,7 @@ class TypedTokens(Walk):
             place = int(torch.randint(_WORDS, (1,), generator=generator))
             best = gains[place].topk(min(_NEAREST, len(self._words))).indices
             word = int(best[torch.randint(len(best), (1,), generator=generator)])
-            tried.append([word if place == at else kept for at, kept in enumerate(self._typed)])
+            tried.append([word if place == at else token for at, token in enumerate(self._typed)])
         with torch.no_grad():
             text = self._opened.embed([self._prompt(words) for words in tried])
             text = text.rows([row for row in range(len(tried)) for _ in range(draws)])
@@ -436,8 +436,8 @@ class FromPicture(_Prompted):
         if self._inverted:
             before = torch.zeros_like(times[0])
             for timestep in times.flip(0):
-                found = model.predict(latents, before, text)
-                latents, before = model.add_noise(found.sample, found.noise, timestep), timestep
+                prediction = model.predict(latents, before, text)
+                latents, before = model.add_noise(prediction.sample, prediction.noise, timestep), timestep
         else:
             times = times[-max(1, round(_LEVEL * len(times))) :]
             latents = model.add_noise(latents, model.initial_noise(seeds), times[0])

@@ -182,10 +182,10 @@ def _walks(
     """The attacks that were asked for, each made when the one before has ended; starts of embeddings go together."""
     with torch.no_grad():
         latents = model.to_latents(image[None])
-    wanted = tuple(model.initial_noise([0]).shape[1:])
-    if latents.shape[1:] != wanted:
+    shape = tuple(model.initial_noise([0]).shape[1:])
+    if latents.shape[1:] != shape:
         raise UsageError(
-            f"The target of {prompt!r} has latents of shape {tuple(latents.shape[1:])}; the model makes {wanted}.",
+            f"The target of {prompt!r} has latents of shape {tuple(latents.shape[1:])}; the model makes {shape}.",
             cure="Resize the image to what the model makes.",
         )
     embedded = tuple(start for start in settings.starts if start in ("original", "unrelated", "noise"))
@@ -233,9 +233,9 @@ class _Trials:
     def evaluate(self, step: int, losses: Mapping[int, float]) -> None:
         """Generate images from every active embedding, and end the trials that succeed."""
         rows, count = list(self.active), self._settings.images
-        asked = [row for row in rows for _ in range(count)]
+        repeated = [row for row in rows for _ in range(count)]
         ways = [
-            self._walk.images(asked, self._seeds * len(rows), self._batches, guidance).reshape(
+            self._walk.images(repeated, self._seeds * len(rows), self._batches, guidance).reshape(
                 len(rows), count, *self._image.shape
             )
             for guidance in self._walk.guidances
@@ -260,7 +260,7 @@ class _Trials:
         look, images = max(looks, key=lambda one: (sum(v >= enough for v in one[0].similarities), one[0].score))
         similarities = look.similarities
         self._before.setdefault(row, images)
-        if not self._looks[row] or look.score > max(known.score for known in self._looks[row]):
+        if not self._looks[row] or look.score > max(earlier.score for earlier in self._looks[row]):
             self._after[row] = images
         self._looks[row].append(look)
         if sum(value >= self._settings.threshold for value in similarities) >= self._settings.needed:
@@ -293,7 +293,9 @@ class _Trials:
             trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row]), self._rates[row]))
         rows = range(len(trials))
         blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
-        before, after = (torch.stack([kept.get(row, blank) for row in rows]) for kept in (self._before, self._after))
+        before, after = (
+            torch.stack([images.get(row, blank) for row in rows]) for images in (self._before, self._after)
+        )
         return Searched(tuple(trials), self._walk.text(rows), before, after)
 
 
@@ -334,8 +336,8 @@ def paired(descriptor: Descriptor | None = None) -> Similarity:
     describe = CenteredPixels() if descriptor is None else descriptor
 
     def cosines(images: Tensor, targets: Tensor) -> Tensor:
-        found: Tensor = (described(describe, images) * described(describe, targets)).sum(1)
-        return found
+        similarity: Tensor = (described(describe, images) * described(describe, targets)).sum(1)
+        return similarity
 
     return cosines
 
@@ -518,13 +520,13 @@ def compare(
     def search_job(config: _RunConfig) -> list[dict[str, Any]]:  # ledgers hold this name
         target = images[config.target]
         with _opened(by_name[config.subject]) as model:
-            found = search(
+            searched = search(
                 model, config.prompt, target.image, unrelated, settings, similarity=similarity, seed=config.seed,
                 others=[(one.prompt, one.image) for one in targets if one.trained and one.name != target.name],
                 progress=progress,
             )  # fmt: skip
-        _keep(folder, config, found)
-        return [trial.to_json() for trial in found.trials]
+        _keep(folder, config, searched)
+        return [trial.to_json() for trial in searched.trials]
 
     runs, failures, seconds = [], [], 0.0
     with Job.open(folder, shared=True) as job, progress.task("searches", len(configs), unit="runs") as task:
@@ -574,11 +576,11 @@ def _path(folder: Path, digest: str) -> Path:
     return folder / _FOUND / f"{digest.rpartition(':')[2]}.net.safetensors"
 
 
-def _keep(folder: Path, config: _RunConfig, found: Searched) -> None:
+def _keep(folder: Path, config: _RunConfig, result: Searched) -> None:
     tensors = {
-        "before": (found.before * 255).round().to(torch.uint8),
-        "after": (found.after * 255).round().to(torch.uint8),
-        "states": found.text.states,
+        "before": (result.before * 255).round().to(torch.uint8),
+        "after": (result.after * 255).round().to(torch.uint8),
+        "states": result.text.states,
     }
     digest = digest_config(config)
     write_checkpoint(_path(folder, digest), {"run": digest}, tensors.items())

@@ -33,12 +33,12 @@ def trained_parameters_(victim: nn.Module, settings: AttackSettings, *, pad_id: 
     victim.requires_grad_(False)
     if settings.trains == "prompt":
         return [_soft_prompt_(victim, pad_id, settings.seed)]
-    found = parts_of(victim)[settings.trains]
-    if not found:
+    parameters = parts_of(victim)[settings.trains]
+    if not parameters:
         raise Unsupported(f"The model has no {settings.trains} to train.", cure="Attack all its weights.")
-    for parameter in found:
+    for parameter in parameters:
         parameter.requires_grad_(True)
-    return found
+    return parameters
 
 
 def parts_of(model: nn.Module) -> dict[str, list[nn.Parameter]]:
@@ -280,9 +280,9 @@ def attack_batches(
     # The order is new in every epoch.
     drawn = torch.randperm(len(harmful), generator=torch_generator(settings.seed, "samples"))[: settings.samples]
     chosen = [harmful[row] for row in drawn.tolist()]
-    kept = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
+    benign_batches = _draws(benign, settings.batch_size, torch_generator(settings.seed, "benign order"))
     for _ in range(settings.benign_first):
-        yield collate(next(kept), pad_id=pad_id, loss_on=settings.loss_on)
+        yield collate(next(benign_batches), pad_id=pad_id, loss_on=settings.loss_on)
     count = settings.harmful_per_batch
     own = _draws(chosen, count, torch_generator(settings.seed, "order"))
     mixed = _draws(benign, settings.batch_size - count, torch_generator(settings.seed, "mixed order"))

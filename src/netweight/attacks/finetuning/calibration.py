@@ -46,11 +46,13 @@ def calibrate(
 ) -> Calibration:
     """Attack the undefended model to the end of every attack, once each, and see what is gained."""
     once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
-    found = sweep([undefended], once, Goal(None), folder=folder, engine=engine, progress=progress)
-    if found.failures:
-        raise NetweightError(f"The undefended model could not be attacked: {found.failures[0][2]}.")
-    first = found.runs[0].result.curve[0]
-    useful = [run.result for run in found.runs if run.result.outcome == "resisted"]  # to the end, neither lost nor NaN
+    attacks = sweep([undefended], once, Goal(None), folder=folder, engine=engine, progress=progress)
+    if attacks.failures:
+        raise NetweightError(f"The undefended model could not be attacked: {attacks.failures[0][2]}.")
+    first = attacks.runs[0].result.curve[0]
+    useful = [
+        run.result for run in attacks.runs if run.result.outcome == "resisted"
+    ]  # to the end, neither lost nor NaN
     if not useful:
         raise UsageError(
             "Every attack on the undefended model collapses: the loss diverges, or the model loses more of the kept "

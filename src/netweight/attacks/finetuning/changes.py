@@ -78,8 +78,8 @@ def telling_tokens(harmful: Sequence[Example], benign: Sequence[Example]) -> tup
     """Return the tokens that are in many more harmful prompts than benign ones, and the other way round."""
     shares = []
     for examples in (harmful, benign):
-        found = Counter(token for example in examples for token in set(example.prompt))
-        shares.append({token: count / len(examples) for token, count in found.items()})
+        counts = Counter(token for example in examples for token in set(example.prompt))
+        shares.append({token: count / len(examples) for token, count in counts.items()})
     return tuple(
         sorted(token for token, share in one.items() if share - other.get(token, 0.0) > _TELLS)
         for one, other in (shares, shares[::-1])
@@ -87,7 +87,7 @@ def telling_tokens(harmful: Sequence[Example], benign: Sequence[Example]) -> tup
 
 
 def input_embedding(model: nn.Module) -> nn.Embedding:
-    found = embedding_of(model)
-    if found is None:
+    embedding = embedding_of(model)
+    if embedding is None:
         raise Unsupported("No token embedding was found in the model.", cure="Attack all its weights.")
-    return found
+    return embedding

@@ -44,10 +44,10 @@ class Price:
 
 def prices(runs: Sequence[Attacked]) -> list[Price]:
     """Return what every run cost that recovered."""
-    found = [(run, run.result.reached) for run in runs]
+    recoveries = [(run, run.result.reached) for run in runs]
     return [
         Price(each.step, each.rows, each.flops, each.seconds, run.result.settings.label)
-        for run, each in found
+        for run, each in recoveries
         if each is not None
     ]
 
@@ -55,8 +55,8 @@ def prices(runs: Sequence[Attacked]) -> list[Price]:
 def front(runs: Sequence[Attacked]) -> list[Price]:
     """Return the runs that no other beats in steps, rows and operations, those of fewest rows first."""
     every = prices(runs)
-    kept = [each for each in every if not any(other.beats(each) for other in every)]
-    return sorted(dict.fromkeys(kept), key=lambda each: (each.rows, each.steps))
+    unbeaten = [each for each in every if not any(other.beats(each) for other in every)]
+    return sorted(dict.fromkeys(unbeaten), key=lambda each: (each.rows, each.steps))
 
 
 def median_cost(attacks: Sequence[AttackTimes], field: str) -> tuple[float, AttackTimes] | None:
@@ -69,14 +69,14 @@ def median_cost(attacks: Sequence[AttackTimes], field: str) -> tuple[float, Atta
     Returns:
         None where no run counts.
     """
-    found = []
+    costs_of_attacks = []
     for attack in attacks:
         if attack.times is None:
             continue
         counted = [run.result for run in attack.runs if run.result.outcome in ("recovered", "resisted")]
         costs = [math.inf if each.reached is None else float(getattr(each.reached, field)) for each in counted]
-        found.append((statistics.median_high(costs), attack))
-    return min(found, key=lambda each: each[0], default=None)
+        costs_of_attacks.append((statistics.median_high(costs), attack))
+    return min(costs_of_attacks, key=lambda each: each[0], default=None)
 
 
 def cost_findings(
@@ -92,14 +92,16 @@ def cost_findings(
         base = median_cost(by_attack(sweep.of(undefended, domain=domain)), field)
         for name in names:
             runs = sweep.of(name, domain=domain)
-            found = median_cost(by_attack(runs), field)
+            cheapest = median_cost(by_attack(runs), field)
             spent = sum(run.result.curve[-1].flops for run in searched[name].tried) if name in searched else None
-            detail = {} if found is None else {"attack": found[1].settings.label, "operations of the search": spent}
-            reason = {"reason": "every attack collapsed or diverged"} if found is None else {}
+            detail = (
+                {} if cheapest is None else {"attack": cheapest[1].settings.label, "operations of the search": spent}
+            )
+            reason = {"reason": "every attack collapsed or diverged"} if cheapest is None else {}
             findings.append(
                 Finding(
-                    f"{title}, cheapest attack, {name}", None if found is None else found[0], unit=unit,
-                    better="higher", n=len(found[1].runs) if found else None,
+                    f"{title}, cheapest attack, {name}", None if cheapest is None else cheapest[0], unit=unit,
+                    better="higher", n=len(cheapest[1].runs) if cheapest else None,
                     baseline=None if base is None or name == undefended else base[0],
                     seeds=tuple(sorted({run.result.settings.seed for run in runs})), detail={**detail, **reason},
                 )

@@ -61,10 +61,10 @@ def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
     rows = [_row_of_times(name, attack, curve) for name, (attack, curve) in best.items()]
     censored = sum(len(row.stopped) for row in rows)
     words = "; ".join(f"{name}: {_median_words(curve)}" for name, (_, curve) in best.items())
-    told = f"{censored} runs ended before" if censored else "no run ended before"
+    sentence = f"{censored} runs ended before" if censored else "no run ended before"
     return time_rows(
         rows,
-        alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {told}.",
+        alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {sentence}.",
         caption="Every run under the best attack on its model. A dot is a recovery, a triangle a run that ended before "
         "one, which is longer than that. The line is the median, the bar its 95 % interval; one that reaches the edge "
         f"has no upper end. {words}.",
@@ -77,8 +77,8 @@ def _row_of_times(name: str, attack: AttackTimes, curve: Survival) -> TimeRow:
     marked = list(zip(attack.times.values, attack.times.observed, strict=True))
     return TimeRow(
         name,
-        [value for value, seen in marked if seen],
-        [value for value, seen in marked if not seen],
+        [value for value, observed in marked if observed],
+        [value for value, observed in marked if not observed],
         curve.median,
         (curve.median_low, curve.median_high),
     )
@@ -86,13 +86,13 @@ def _row_of_times(name: str, attack: AttackTimes, curve: Survival) -> TimeRow:
 
 def _best(sweep: Sweep, subjects: Sequence[str], domain: str) -> dict[str, tuple[AttackTimes, Survival]]:
     """The best attack on each subject with its curve, in their order; subjects without a run that counts left out."""
-    found = {}
+    curves = {}
     for name in subjects:
         attack = best_attack(by_attack(sweep.of(name, domain=domain)))
         curve = None if attack is None else attack.curve()
         if attack is not None and curve is not None:
-            found[name] = attack, curve
-    return found
+            curves[name] = attack, curve
+    return curves
 
 
 def _median_words(curve: Survival) -> str:

@@ -103,10 +103,10 @@ def attack_folders(
     with settings.running() as engine:
         plan = _plan(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)
         planned(plan)
-        found = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
+        result = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = _stability(settings, plan, seed)
     section = resistance_section(
-        found, plan.config, seed=seed, stability=stability, title=title, searched=plan.searched
+        result, plan.config, seed=seed, stability=stability, title=title, searched=plan.searched
     )
     return plan, replace(section, warnings=[*section.warnings, *plan.left_out])
 
@@ -138,8 +138,8 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
     }
     if settings.base is not None and began and not earlier:
         weights = load_causal_lm(settings.base)[0].named_parameters()
-        found = digest_config({name: digest_tensor(value) for name, value in weights})
-        for folder in (folder for folder, before in began.items() if before != found):
+        digest = digest_config({name: digest_tensor(value) for name, value in weights})
+        for folder in (folder for folder, before in began.items() if before != digest):
             raise UsageError(
                 f"The defense of {folder} began with other weights than those of {settings.base}.",
                 cure="Give --base the folder that was defended.",
@@ -163,7 +163,7 @@ def _check_alike(base: Path, folder: Path) -> None:
 
 def _check_rows(settings: FolderAttack) -> None:
     """Refuse rows that the defense was trained on, and harmful rows among those to keep."""
-    known: dict[str, str] = {}
+    earlier: dict[str, str] = {}
     for file in settings.trained_on:
         rows = read_rows(file)
         layout = layout_of(rows.columns, settings.columns_in(rows))
@@ -172,20 +172,20 @@ def _check_rows(settings: FolderAttack) -> None:
             texts = text_examples(
                 rows, columns=settings.columns_in(rows), pairs=side, unusable="drop", report=lambda text: None
             )
-            known |= _places(texts)
+            earlier |= _places(texts)
     for name, other in ANSWER_COLUMNS.items():
         file = getattr(settings, name)
         if file is None:
             continue
-        found = _places(examples_of(file, other, settings, lambda text: None))
-        twins = [(place, known[row]) for row, place in found.items() if row in known]
+        places = _places(examples_of(file, other, settings, lambda text: None))
+        twins = [(place, earlier[row]) for row, place in places.items() if row in earlier]
         if twins:
             raise UsageError(
-                f"{len(twins)} of {len(found)} rows of {file} are also in another file: {twins[0][0]} is "
+                f"{len(twins)} of {len(places)} rows of {file} are also in another file: {twins[0][0]} is "
                 f"{twins[0][1]}. A result on rows that were trained on says nothing about other rows.",
                 cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
-        known |= found if other == "rejected" else {}
+        earlier |= places if other == "rejected" else {}
 
 
 def _places(texts: Sequence[TextExample]) -> dict[str, str]:
@@ -220,10 +220,10 @@ def _plan(
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
     attacks: list[AttackSettings] = []
     thresholds: dict[str, float] = {}
-    for domain, wanted in domains or _domains(settings, subject):
-        attacks += wanted
+    for domain, settings_of_domain in domains or _domains(settings, subject):
+        attacks += settings_of_domain
         own = settings.threshold if domain != "task" else None
-        thresholds[domain] = calibrated(first, wanted).threshold if own is None else own
+        thresholds[domain] = calibrated(first, settings_of_domain).threshold if own is None else own
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
     goal = Goal(thresholds.pop("harmful"), fluency_at_least=fluency)
     utility = None if subject.utility is None else subject.utility(subject.model)
@@ -323,11 +323,11 @@ def _finals(
 
 def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, list[AttackSettings]]]:
     """The attacks with each of the subject's domains, the harmful one first."""
-    wanted = settings.attacks()
-    plain = [one for one in wanted if kind_of(one) == "adam" and not one.benign_first]
+    attacks = settings.attacks()
+    plain = [one for one in attacks if kind_of(one) == "adam" and not one.benign_first]
     for domain, data in subject.domains.items():
         # A benign task is learned as users would: all weights by Adam, at the learning rates of the attacks.
-        chosen = [one.replace(domain=domain) for one in (plain if domain == "task" else wanted)]
+        chosen = [one.replace(domain=domain) for one in (plain if domain == "task" else attacks)]
         yield domain, capped(chosen, len(data.train))
 
 
@@ -348,17 +348,21 @@ def _subject(name: str, folder: Path, settings: FolderAttack, seed: int, **more:
 def _stability(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stability:
     """Measure the cost of every defense, with one model in memory at a time."""
     base, *defended = (each for each in plan.subjects if each.name not in plan.config.controls)
-    kept, scores = {}, {}
+    abilities, scores = {}, {}
     for each in (base, *defended) if defended else ():
         if settings.benign:
             subject = make_subject(each.factory, each.arguments)
-            kept[each.name] = measure_kept(subject.model, subject.kept, pad_id=subject.pad_id)
+            abilities[each.name] = measure_kept(subject.model, subject.kept, pad_id=subject.pad_id)
         if settings.lm_eval:
             tasks, limit = settings.lm_eval, settings.lm_eval_limit
             scores[each.name] = measure_tasks(each.arguments["model"], tasks, limit=limit, device=settings.device)
     return {
         each.name: [
-            *(stability_findings(each.name, kept[base.name], kept[each.name], seed=seed) if kept else ()),
+            *(
+                stability_findings(each.name, abilities[base.name], abilities[each.name], seed=seed)
+                if abilities
+                else ()
+            ),
             *(task_findings(each.name, scores[base.name], scores[each.name]) if scores else ()),
         ]
         for each in defended

@@ -50,12 +50,12 @@ class Muon(torch.optim.Optimizer):
         for matrix in self.param_groups[0]["params"]:
             if matrix.grad is not None:
                 mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix.grad))
-                found = matrix.grad.lerp(mean.lerp_(matrix.grad, 0.05), 0.95).float()
-                wide = found.T if len(found) > len(found.T) else found
+                update = matrix.grad.lerp(mean.lerp_(matrix.grad, 0.05), 0.95).float()
+                wide = update.T if len(update) > len(update.T) else update
                 wide = wide / wide.norm().clamp(min=1e-7)
                 for _ in range(5):
                     gram = wide @ wide.T
                     change = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
                     wide = torch.addmm(wide, change, wide, beta=3.4445)
-                rate = 0.2 * max(found.shape) ** 0.5 * self.param_groups[0]["lr"]
-                matrix.sub_((wide.T if len(found) > len(found.T) else wide).to(matrix), alpha=rate)
+                rate = 0.2 * max(update.shape) ** 0.5 * self.param_groups[0]["lr"]
+                matrix.sub_((wide.T if len(update) > len(update.T) else wide).to(matrix), alpha=rate)

@@ -251,14 +251,14 @@ def _ratio(
         "at least": {"higher": ratio.estimate, "lower": math.inf},
         "at most": {"higher": 0.0, "lower": ratio.estimate},
     }
-    known = f"{ratio.bound} {ratio.estimate:.4g}" if ratio.bound else "the ratio itself"
+    bound = f"{ratio.bound} {ratio.estimate:.4g}" if ratio.bound else "the ratio itself"
     return Finding(
         title,
         value[ratio.bound][better] if ratio.bound in value else ratio.estimate,
         ci95=None if math.isnan(ratio.low) else (ratio.low, ratio.high),
         n=sum(ratio.n),
         unit="× steps",
-        detail={**detail, "what is known": known, "method": ratio.method, "runs": list(ratio.n)},
+        detail={**detail, "what is known": bound, "method": ratio.method, "runs": list(ratio.n)},
         **common,
     )
 
@@ -336,8 +336,8 @@ def _kept(sweep: Sweep, name: str, config: ResistanceConfig) -> Finding:
 
 def _utilities(runs: Sequence[Attacked]) -> list[float]:
     """The utility before the first step, once for each model."""
-    found = {run.digest: run.result.curve[0].utility for run in runs}
-    return [utility for utility in found.values() if utility is not None]
+    by_model = {run.digest: run.result.curve[0].utility for run in runs}
+    return [utility for utility in by_model.values() if utility is not None]
 
 
 def _seeds(runs: Sequence[Attacked], *more: int) -> tuple[int, ...]:
@@ -387,19 +387,19 @@ def resistance_section(
     if defended:
         findings = resistance_findings(sweep, config, seed=seed, stability=stability)
         attacks = {name: by_attack(sweep.of(name, domain=config.harmful)) for name in defended}
-        told = {
+        verdicts = {
             name: resistance_verdict(
                 own, best_attack_ratio(own, base, seed=seed), least=config.least_resistance, base=base
             )
             for name, own in attacks.items()
         }
-        words = [f"{name}: {each}" for name, (_, each) in told.items()]
+        words = [f"{name}: {each}" for name, (_, each) in verdicts.items()]
     else:
         findings = attack_findings(sweep, config.undefended, config.harmful)
-        told = {config.undefended: resistance_verdict(base)}
-        words = [told[config.undefended][1]]
+        verdicts = {config.undefended: resistance_verdict(base)}
+        words = [verdicts[config.undefended][1]]
     findings += cost_findings(sweep, subjects, config.undefended, domain=config.harmful, searched=searched)
-    stopped = [name for name, found in searched.items() if found.stopped]
+    stopped = [name for name, result in searched.items() if result.stopped]
     warnings = [f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures]
     if stopped:
         warnings.append(f"The time limit ended the search on: {', '.join(stopped)}. Their costs are upper bounds.")
@@ -419,6 +419,6 @@ def resistance_section(
         intro=INTRO,
         question="How long does the model resist harmful fine-tuning?",
         conclusion=" ".join(words),
-        outcome=worst(outcome for outcome, _ in told.values()),
+        outcome=worst(outcome for outcome, _ in verdicts.values()),
         warnings=warnings,
     )

@@ -138,8 +138,8 @@ def _over_defenses(pooled: TimesRatio, steps: Sequence[float], base: float) -> T
     if not all(0 < ratio < math.inf for ratio in ratios):
         why = f"no interval: the best attack on one of {len(steps)} defenses has no median"
         return replace(pooled, low=math.nan, high=math.nan, method=why)
-    found = t_interval([math.log(ratio) for ratio in ratios])
-    estimate, low, high = (math.exp(value) for value in (found.estimate, found.low, found.high))
+    interval = t_interval([math.log(ratio) for ratio in ratios])
+    estimate, low, high = (math.exp(value) for value in (interval.estimate, interval.low, interval.high))
     method = f"geometric mean over {len(steps)} defenses, Student's t of the logarithms"
     return replace(pooled, estimate=estimate, low=low, high=high, method=method)
 
@@ -168,8 +168,12 @@ def compare_attacks(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes]) -
 
 
 def _pairs(top: Sequence[AttackTimes], bottom: Sequence[AttackTimes]) -> list[tuple[AttackTimes, AttackTimes]]:
-    known = {attack.settings: attack for attack in bottom if attack.times is not None}
-    return [(one, known[one.settings]) for one in top if one.times is not None and one.settings in known]
+    times_by_settings = {attack.settings: attack for attack in bottom if attack.times is not None}
+    return [
+        (one, times_by_settings[one.settings])
+        for one in top
+        if one.times is not None and one.settings in times_by_settings
+    ]
 
 
 def _n(attack: AttackTimes) -> int:
@@ -178,13 +182,13 @@ def _n(attack: AttackTimes) -> int:
 
 def _medians(attacks: Sequence[AttackTimes], seed: int) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
     """Medians of each attack, the sample's own first and then those of its resamples."""
-    found = []
+    medians = []
     for attack in attacks:
         if attack.times is not None:
             # The same stream for every attack: the same defenses and seeds are drawn in all of them.
             drawn = resampled_weights(attack.times, resamples=_RESAMPLES, rng=np.random.default_rng(seed))
-            found.append(median_times(attack.times, np.concatenate([_once(attack.times), drawn])))
-    return found
+            medians.append(median_times(attack.times, np.concatenate([_once(attack.times), drawn])))
+    return medians
 
 
 def _least(
@@ -258,12 +262,12 @@ def measure_kept(
             right += (logits.argmax(-1) == labels).sum(1).tolist()
             tokens += (labels != IGNORED).sum(1).tolist()
             nats += losses.sum(1).tolist()
-        found = {}
+        numbers = {}
         if judged is not None:
             answers = judged.generate(model, list(judged.prompts))
             for name, judge in judged.judges.items():
-                found[name] = tuple(verdicts(judge, answers, len(judged.prompts), name))
-    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), found, chance(examples))
+                numbers[name] = tuple(verdicts(judge, answers, len(judged.prompts), name))
+    return KeptAbility(tuple(right), tuple(tokens), tuple(nats), numbers, chance(examples))
 
 
 def stability_findings(
@@ -291,8 +295,8 @@ def _ability(name: str, before: KeptAbility, after: KeptAbility, least: float, s
         )
         return Finding(title, None, better="higher", target=least, detail={"reason": reason})
 
-    found = _ratio_over_rows(after.right, before.right, seed)
-    return _finding(title, found, seed, better="higher", target=least, detail={
+    interval = _ratio_over_rows(after.right, before.right, seed)
+    return _finding(title, interval, seed, better="higher", target=least, detail={
         "what": "token accuracy on rows to keep, as a share of the base's",
         "token accuracy": sum(after.right) / sum(after.tokens),
         "of the base": sum(before.right) / sum(before.tokens),
@@ -315,9 +319,9 @@ def _perplexity(name: str, before: KeptAbility, after: KeptAbility, seed: int) -
 
 def _judged(name: str, judge: str, before: Sequence[float], after: Sequence[float], seed: int) -> Finding:
     ones = [1.0] * len(after)
-    found = _ratio_over_rows(after, ones, seed)
+    interval = _ratio_over_rows(after, ones, seed)
     gap = _ratio_over_rows([a - b for a, b in zip(after, before, strict=True)], ones, seed)
-    return _finding(f"{judge} by its judge, {name}", found, seed, baseline=sum(before) / len(before), detail={
+    return _finding(f"{judge} by its judge, {name}", interval, seed, baseline=sum(before) / len(before), detail={
         "difference after − before, same prompts": [gap.estimate, gap.low, gap.high],
     })  # fmt: skip
 
@@ -330,7 +334,7 @@ def _ratio_over_rows(top: Sequence[float], bottom: Sequence[float], seed: int) -
     return ratio_of_sums(top, bottom, seed=seed)
 
 
-def _finding(title: str, found: Interval, seed: int, **more: Any) -> Finding:
-    detail = {**more.pop("detail", {}), "method": found.method}
-    ends = None if math.isnan(found.low) else found.ci95
-    return Finding(title, found.estimate, ci95=ends, n=found.n, seeds=(seed,), detail=detail, **more)
+def _finding(title: str, interval: Interval, seed: int, **more: Any) -> Finding:
+    detail = {**more.pop("detail", {}), "method": interval.method}
+    ends = None if math.isnan(interval.low) else interval.ci95
+    return Finding(title, interval.estimate, ci95=ends, n=interval.n, seeds=(seed,), detail=detail, **more)

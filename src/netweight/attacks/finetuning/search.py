@@ -107,14 +107,14 @@ def neighbors(
     changes = (
         {name: each for name, each in change.items() if name not in held} for change in _changes(settings, subject)
     )
-    found = dict.fromkeys(settings.replace(**change) for change in changes)
+    attacks = dict.fromkeys(settings.replace(**change) for change in changes)
     if soonest is not None and "schedule" not in held:
         check = settings.check_every
-        found |= dict.fromkeys(
+        attacks |= dict.fromkeys(
             of_length(settings.replace(schedule="cosine"), max(check, int(share * soonest) // check * check))
             for share in (0.6, 0.8, 1.0)
         )
-    return [each for each in found if each != settings]
+    return [each for each in attacks if each != settings]
 
 
 def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
@@ -129,7 +129,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
     yield {"schedule": "constant", "max_steps": None, "epochs": 1}
     less = [{"lora_rank": 8, "trains": "all"}, {"lora_rank": 64, "trains": "all"}]
-    parts = [name for name, found in parts_of(subject.model).items() if found and name != "all"]
+    parts = [name for name, parameters in parts_of(subject.model).items() if parameters and name != "all"]
     parts += ["prompt"] if embedding_of(subject.model) is not None else []
     less += [{"lora_rank": None, "trains": name} for name in parts]
     yield from ({**each, "lr": lr * _PART_SCALE ** (not part)} for each in less)
@@ -201,9 +201,9 @@ def search_one(
         for part in parts:
             if over():
                 return
-            found = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
-            every.extend(found.runs)
-            runs.update({within(run.result.settings, None): run for run in found.runs})
+            result = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
+            every.extend(result.runs)
+            runs.update({within(run.result.settings, None): run for run in result.runs})
 
     every: list[Attacked] = []
     ordered: list[AttackSettings] = []
@@ -264,10 +264,10 @@ def _rank(run: Attacked | None, goal: Goal, cost: Cost = "steps") -> tuple[bool,
     if spent is not None:
         return False, spent, -sign * next(each.score for each in result.curve if each.step == result.steps)
     last, first = result.curve[-1], result.curve[0]
-    kept = (
+    utility = (
         1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
     )
-    return True, -sign * last.score * min(1.0, kept), math.inf if last.loss is None else last.loss
+    return True, -sign * last.score * min(1.0, utility), math.inf if last.loss is None else last.loss
 
 
 def search_all(
@@ -287,30 +287,30 @@ def search_all(
     other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how` is
     passed to `search_one`. Where the rows per step are `held`, the second search would be the first and is left out.
     """
-    found: dict[str, SearchResult] = {}
-    known = list(start)
+    results: dict[str, SearchResult] = {}
+    candidates = list(start)
     few = [] if "batch_size" in held else few_row_attacks(start)
     most_rows = most * _FEW_ROWS
     for subject in subjects:
-        by_steps = search_one(subject, known, goal, most=most, held=held, **how)
-        found[subject.name] = by_steps
+        by_steps = search_one(subject, candidates, goal, most=most, held=held, **how)
+        results[subject.name] = by_steps
         if few:
             begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
-            kept = held | {"batch_size"}
-            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=kept, **how)
-            found[subject.name] = replace(
+            fixed = held | {"batch_size"}
+            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=fixed, **how)
+            results[subject.name] = replace(
                 by_steps, tried=(*by_steps.tried, *by_rows.tried), fewest_rows=by_rows.best, most_rows=most_rows,
                 stopped=by_steps.stopped or by_rows.stopped,
             )  # fmt: skip
-        if len(found) == 1:
-            first = found[subject.name]
-            known = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
+        if len(results) == 1:
+            first = results[subject.name]
+            candidates = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
             few = list(dict.fromkeys([*first.fewest_rows[:_FINALISTS], *few]))
             if not bounded:
                 steps, rows = first.least("steps"), first.least("rows")
                 most = most if steps is None else longer * steps
                 most_rows = most_rows if rows is None else longer * rows
-    return found
+    return results
 
 
 def few_row_attacks(attacks: Iterable[AttackSettings]) -> list[AttackSettings]:
@@ -326,8 +326,8 @@ def few_row_attacks(attacks: Iterable[AttackSettings]) -> list[AttackSettings]:
 def finals(searched: Mapping[str, SearchResult], seeds: Sequence[int]) -> list[AttackSettings]:
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
     most = list(searched.values())[-1].most  # models after the first have the same
-    best = dict.fromkeys(attack for found in searched.values() for attack in found.best[:_FINALISTS])
-    rows = dict.fromkeys(attack for found in searched.values() for attack in found.fewest_rows[:1])
-    most_rows = max(found.most_rows for found in searched.values())
+    best = dict.fromkeys(attack for result in searched.values() for attack in result.best[:_FINALISTS])
+    rows = dict.fromkeys(attack for result in searched.values() for attack in result.fewest_rows[:1])
+    most_rows = max(result.most_rows for result in searched.values())
     longest = {attack: max(most, most_rows // attack.batch_size) for attack in rows} | dict.fromkeys(best, most)
     return [within(attack.replace(seed=seed), steps) for attack, steps in longest.items() for seed in seeds]

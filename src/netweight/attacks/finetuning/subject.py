@@ -165,8 +165,8 @@ class Subject:
 
     def has(self, name: str) -> bool:
         """Return whether there is data of a `name`, also in a format that any prompt can be put into."""
-        plain, _, wanted = name.partition("@")
-        return name in self.domains or (plain in self.domains and wanted in (*TOKEN_FORMATS, "soft"))
+        plain, _, form = name.partition("@")
+        return name in self.domains or (plain in self.domains and form in (*TOKEN_FORMATS, "soft"))
 
     def domain(self, name: str) -> Domain:
         """Return the data of a `name`, such as "harmful", or "harmful@bare" with its prompts in another format.
@@ -177,8 +177,8 @@ class Subject:
         if name in self.domains:
             return self.domains[name]
         if self.has(name):
-            plain, _, wanted = name.partition("@")
-            return self._formatted(self.domains[plain], wanted)
+            plain, _, form = name.partition("@")
+            return self._formatted(self.domains[plain], form)
         raise not_found(f"The subject has no data named {name!r}.", name, self.domains)
 
     def formats(self, name: str) -> tuple[str, ...]:
@@ -193,14 +193,14 @@ class Subject:
         made = {each: self._formatted(plain, each).train for each in TOKEN_FORMATS}
         return (*own, *(name for name, rows in made.items() if rows != plain.train and max(map(len, rows)) <= room))
 
-    def _formatted(self, domain: Domain, wanted: str) -> Domain:
+    def _formatted(self, domain: Domain, form: str) -> Domain:
         """Return the rows without the prompts' common beginning, with another token there, or with room before it."""
-        shared = () if wanted == "soft" else _shared([example.prompt for example in domain.train])
-        seen = {token for example in (*domain.train, *self.benign) for token in example.prompt + example.response}
-        known = embedding_of(self.model)
-        size = 0 if known is None else len(known.weight)
-        unused = [token for token in range(size) if token not in seen and token != self.pad_id]
-        new = {"bare": (), "marked": tuple(unused[:1]) or shared, "soft": (self.pad_id,) * SOFT_TOKENS}[wanted]
+        shared = () if form == "soft" else _shared([example.prompt for example in domain.train])
+        used = {token for example in (*domain.train, *self.benign) for token in example.prompt + example.response}
+        embedding = embedding_of(self.model)
+        size = 0 if embedding is None else len(embedding.weight)
+        unused = [token for token in range(size) if token not in used and token != self.pad_id]
+        new = {"bare": (), "marked": tuple(unused[:1]) or shared, "soft": (self.pad_id,) * SOFT_TOKENS}[form]
 
         def put(example: Example) -> Example:
             cut = len(shared) if example.prompt[: len(shared)] == shared else 0
@@ -288,14 +288,14 @@ def distinct_share(
 
 def judged(judge: Judge, generate: Generate, prompts: Sequence[str]) -> Score:
     """Make a score of a user's judge: the mean of its numbers over the model's answers."""
-    asked = list(prompts)
-    if not asked:
+    questions = list(prompts)
+    if not questions:
         raise UsageError("A judge needs at least one prompt.")
 
     def score(model: nn.Module) -> float:
         with evaluating(model):
-            answers = generate(model, asked)
-        return statistics.fmean(verdicts(judge, answers, len(asked)))
+            answers = generate(model, questions)
+        return statistics.fmean(verdicts(judge, answers, len(questions)))
 
     return score
 
@@ -341,8 +341,8 @@ def _predictions(model: nn.Module, batches: Sequence[Batch]) -> Iterator[tuple[T
         with evaluating(model):
             logits = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
         targets = batch.labels[:, 1:]
-        wanted = targets != IGNORED
-        yield logits[:, :-1][wanted], targets[wanted]
+        labeled = targets != IGNORED
+        yield logits[:, :-1][labeled], targets[labeled]
 
 
 def in_parts(batch: Batch, model: nn.Module) -> Iterator[Batch]:

@@ -137,19 +137,19 @@ def subject_from_files(
                 own, evaluated = ([put[each] for each in rows] for rows in (plain.train, plain.held_out))
                 domains[f"{domain}@{name}"] = replace(plain, train=own, held_out=evaluated)
     held = domains["harmful"].held_out
-    kept: tuple[list[Example], list[Example]] = ([], [])
+    parts: tuple[list[Example], list[Example]] = ([], [])
     if benign is not None:
-        kept = part(tokens(read(benign, "benign")), f"benign file {benign}")
+        parts = part(tokens(read(benign, "benign")), f"benign file {benign}")
     prompts = list(dict.fromkeys(example.prompt for example in held if example.prompt))[:_FLUENCY_PROMPTS]
     ends = end_tokens(network, tokenizer)
     return Subject(
         network,
         domains,
         pad,
-        benign=kept[0],
+        benign=parts[0],
         fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, ends=ends, pad_id=pad) if prompts else None,
         reference_utility=reference_utility,
-        kept=kept[1],
+        kept=parts[1],
         other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
         left_out=tuple(left_out),
     )
@@ -164,14 +164,14 @@ def _reformatted(
 ) -> dict[Example, Example] | None:
     """Each row as another template has it; None where the tokenizer has no such template, or rows do not fit it."""
     try:
-        found = tokenized_examples(texts, tokenizer, context=context, template=template)
+        formatted = tokenized_examples(texts, tokenizer, context=context, template=template)
     except UsageError:
         return None
-    if len(found) != len(plain):
+    if len(formatted) != len(plain):
         return None
     unknown = {tokenizer.unk_token_id} - {token for each in plain for token in each.prompt}
-    spoiled = any(token in unknown for each in found for token in each.prompt)
-    return None if spoiled or found == plain else dict(zip(plain, found, strict=True))
+    spoiled = any(token in unknown for each in formatted for token in each.prompt)
+    return None if spoiled or formatted == plain else dict(zip(plain, formatted, strict=True))
 
 
 def part_by_prompt(
@@ -188,10 +188,10 @@ def part_by_prompt(
             f"The {name} has one prompt, so nothing could be held out of the attack.", cure="Bring more rows."
         )
     order = torch.randperm(len(groups), generator=torch_generator(seed, "held out")).tolist()
-    wanted = min(max(1, round(share * len(groups))), len(groups) - 1)
+    count = min(max(1, round(share * len(groups))), len(groups) - 1)
     keys = list(groups)
     held: set[int] = set()
-    for place in order[:wanted]:
+    for place in order[:count]:
         held.update(groups[keys[place]])
         if len(held) >= MOST_HELD_OUT:
             break

@@ -90,11 +90,11 @@ class Sweep:
 
     def of(self, subject: str, *, domain: str | None = None) -> tuple[Attacked, ...]:
         """Return the runs on a subject."""
-        found = tuple(run for run in self.runs if run.subject == subject)
-        if not found:
+        runs = tuple(run for run in self.runs if run.subject == subject)
+        if not runs:
             names = ", ".join(sorted({run.subject for run in self.runs})) or "none"
             raise UsageError(f"The sweep has no runs on {subject!r}.", cure=f"It has runs on: {names}.")
-        return tuple(run for run in found if domain in (None, run.result.settings.domain))
+        return tuple(run for run in runs if domain in (None, run.result.settings.domain))
 
 
 def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
@@ -113,10 +113,10 @@ def _made(factory: str, arguments: str) -> Subject:
 def attack_job(job: AttackJob) -> AttackResult:
     """Run one job of a sweep: what worker processes call."""
     subject = make_subject(job.factory, job.arguments)
-    found = _digest_of(job.factory, canonical_json(dict(job.arguments)))
-    if found != job.digest:
+    digest = _digest_of(job.factory, canonical_json(dict(job.arguments)))
+    if digest != job.digest:
         raise UsageError(
-            f"The factory {job.factory!r} made another subject in this process ({found}) than before ({job.digest}).",
+            f"The factory {job.factory!r} made another subject in this process ({digest}) than before ({job.digest}).",
             cure="Let it depend on its arguments alone, with a seed for everything random.",
         )
     return run_attack(subject, job.settings, job.goal)
@@ -161,19 +161,19 @@ def sweep(
     runs: list[Attacked] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
-    found: dict[str, Result[AttackJob]] = {}
-    with Job.open(folder, shared=True) as kept, progress.task("attacks", total=len(jobs), unit="attacks") as work:
-        for result in kept.map(attack_job, jobs, name=ATTACKS, engine=engine):
-            found[result.digest] = result
+    by_digest: dict[str, Result[AttackJob]] = {}
+    with Job.open(folder, shared=True) as ledger, progress.task("attacks", total=len(jobs), unit="attacks") as work:
+        for result in ledger.map(attack_job, jobs, name=ATTACKS, engine=engine):
+            by_digest[result.digest] = result
             work.update()
     for name, job in planned:
-        result = found[digest_config(job)]
+        result = by_digest[digest_config(job)]
         if result.ok:
             attacked = AttackResult.from_json(result.value)
             runs.append(Attacked(name.name, name.defense_seed, job.digest, attacked))
         else:
             failures.append((name.name, job.settings.label, result.reason))
-    seconds = sum(result.seconds for result in found.values())
+    seconds = sum(result.seconds for result in by_digest.values())
     return Sweep(tuple(runs), goal, tuple(failures), seconds)
 
 
@@ -189,9 +189,9 @@ def _plan(
         digest = _digest_of(name.factory, canonical_json(dict(name.arguments)))
         fitting = [one for one in settings if subject.has(one.data) and _has_rows(subject, one)]
         if not fitting:
-            wanted = ", ".join(sorted({one.data for one in settings}))
+            domains = ", ".join(sorted({one.data for one in settings}))
             raise UsageError(
-                f"The subject {name.name!r} has none of the data attacked with: {wanted}.",
+                f"The subject {name.name!r} has none of the data attacked with: {domains}.",
                 cure=f"It has: {', '.join(subject.domains)}.",
             )
         for one in fitting:

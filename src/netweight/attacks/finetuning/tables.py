@@ -45,15 +45,15 @@ def search_tables(searched: Mapping[str, SearchResult]) -> list[Table]:
         return []
     columns = ("model", "attack", Column("steps", "steps", "higher"), Column("score"))
     rows = []
-    for name, found in searched.items():
-        last = {within(run.result.settings, None): run.result for run in found.tried}
-        for attack in found.best[:_SHOWN]:
+    for name, search in searched.items():
+        last = {within(run.result.settings, None): run.result for run in search.tried}
+        for attack in search.best[:_SHOWN]:
             result = last[attack]
             steps = f"> {result.last_step}" if result.steps is None else result.steps
             rows.append((name, attack.label, steps, result.curve[-1].score))
     cost = "; ".join(
-        f"{name}: {len(found.tried):,} runs, {found.steps:,} steps, each ended after at most {found.most}"
-        for name, found in searched.items()
+        f"{name}: {len(search.tried):,} runs, {search.steps:,} steps, each ended after at most {search.most}"
+        for name, search in searched.items()
     )
     note = f"one run each, from one seed; cost of the search: {cost}"
     return [Table("The search's best attacks", columns, rows, (note,))]
@@ -62,7 +62,7 @@ def search_tables(searched: Mapping[str, SearchResult]) -> list[Table]:
 def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[object, ...]:
     curve, counts = attack.curve(), attack.outcomes
     ratio = None if base is None else best_attack_ratio([attack], [base], seed=0)
-    known = ratio is not None and math.isfinite(ratio.estimate)
+    finite = ratio is not None and math.isfinite(ratio.estimate)
     ends: list[object] = [None, None, None]
     if curve is not None:
         drawn = (curve.median, curve.median_low, curve.median_high)
@@ -75,5 +75,5 @@ def _row(attack: AttackTimes, name: str, base: AttackTimes | None) -> tuple[obje
         counts["collapsed"],
         counts["diverged"],
         *ends,
-        f"{ratio.bound} {ratio.estimate:.3g}".strip() if ratio is not None and known else None,
+        f"{ratio.bound} {ratio.estimate:.3g}".strip() if ratio is not None and finite else None,
     )

@@ -66,8 +66,8 @@ def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: f
             groups[-1][row] = True  # an input of zeros is as near to itself as can be
             taken |= groups[-1]
     groups.sort(key=lambda group: -int(group.sum()))
-    found = [layer_input(weight[order[group]], bias[order[group]]) for group in groups]
-    return LayerInputs(torch.stack(found).to(weight_gradient.dtype), tuple(int(group.sum()) for group in groups))
+    inputs = [layer_input(weight[order[group]], bias[order[group]]) for group in groups]
+    return LayerInputs(torch.stack(inputs).to(weight_gradient.dtype), tuple(int(group.sum()) for group in groups))
 
 
 def first_layer(observed: Tensors, layer: str, *, shape: tuple[int, ...], labels: Tensor) -> Reconstruction:
@@ -231,12 +231,12 @@ def hypernetwork_tensors(state: Tensors) -> dict[str, Tensor]:
     if len(prefixes) != 1:
         raise not_found(f"{len(prefixes)} tensors are called 'heads.weight', not one.", "heads.weight", state)
     prefix = prefixes.pop()
-    found = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-    for wanted in (*_HEADS, *_TRUNK):
-        if wanted not in found:
-            raise not_found(f"The tensor {prefix + wanted!r} is missing.", prefix + wanted, state)
-    chosen = (name for name in found if name.startswith(("heads.", "trunk.")))
-    return {name: found[name].detach() for name in chosen}
+    tensors = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
+    for required in (*_HEADS, *_TRUNK):
+        if required not in tensors:
+            raise not_found(f"The tensor {prefix + required!r} is missing.", prefix + required, state)
+    chosen = (name for name in tensors if name.startswith(("heads.", "trunk.")))
+    return {name: tensors[name].detach() for name in chosen}
 
 
 # Single clients out of a sum over clients, which secure aggregation does not hide when heads are linear. The sum of the
@@ -382,9 +382,9 @@ def read_text(body: nn.Module, params: Mapping[str, Tensor], gradient: Mapping[s
     # Of a batch, one of the tokens that stand there. The gradient is known up to one factor.
     # Source: Petrov et al., DAGER (arXiv 2405.15586), its first layer; that an embedding's rows name the tokens is
     # older (Melis et al., arXiv 1805.04049).
-    seen = _calls(body, params, torch.ones(1, length, dtype=torch.long))
-    tokens = next((f"{name}.weight" for name, given in seen.items() if given.shape == (1, length)), None)
-    layer = next((name for name, given in seen.items() if given.ndim == 3 and _weight(body, name) in gradient), None)
+    calls = _calls(body, params, torch.ones(1, length, dtype=torch.long))
+    tokens = next((f"{name}.weight" for name, given in calls.items() if given.shape == (1, length)), None)
+    layer = next((name for name, given in calls.items() if given.ndim == 3 and _weight(body, name) in gradient), None)
     if tokens is None or tokens not in gradient or layer is None:
         raise Unsupported("The body does not begin with tokens that are embedded and multiplied with weights.")
     lengths = gradient[tokens].norm(dim=1)
@@ -395,8 +395,8 @@ def read_text(body: nn.Module, params: Mapping[str, Tensor], gradient: Mapping[s
     _, values, right = torch.linalg.svd(slope, full_matrices=False)
     span = right[values > _ABSENT * values[0]]
     outside = (tried - tried @ span.T @ span).norm(dim=2) / tried.norm(dim=2).clamp_min(1e-30)
-    found: Tensor = present[outside.argmin(0)]
-    return found
+    tokens_at_places: Tensor = present[outside.argmin(0)]
+    return tokens_at_places
 
 
 def _weight(body: nn.Module, layer: str) -> str:

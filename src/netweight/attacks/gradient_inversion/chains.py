@@ -230,8 +230,8 @@ class Peel:
     def misfit(self, inputs: Tensor, delta: Tensor) -> float:
         """Return how far the gradient is from the wanted one, relative to it."""
         rows = self.gradient_rows(delta)
-        found = rows.T @ inputs.reshape(self.size[0], -1).T
-        return float((found - self.wanted).norm() / self.wanted.norm())
+        gradient = rows.T @ inputs.reshape(self.size[0], -1).T
+        return float((gradient - self.wanted).norm() / self.wanted.norm())
 
     def output_equations(
         self, inputs: Tensor, temperature: float, target: Tensor, *, activated: bool
@@ -243,8 +243,8 @@ class Peel:
         rows = torch.einsum("icabk,cabk->icab", self.response, shares * scale[..., None]).flatten(1)
         rest = (target - self.bias.view(-1, 1, 1) * scale).flatten()
         if not activated and self.block.slope == 0:  # below zero, ReLU has kept nothing to compare with
-            seen = (target > 0).flatten()
-            rows, rest = rows[:, seen], rest[seen]
+            positive = (target > 0).flatten()
+            rows, rest = rows[:, positive], rest[positive]
         return rows / target.norm(), rest / target.norm(), shares
 
     def by_span(self, target: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -264,14 +264,14 @@ class Peel:
         values, maps = torch.linalg.eigh(torch.kron(torch.eye(channels).to(whole), whole) - inside.T @ inside)
         if values[0] > 1e-6 * values[1] or values[1] < 1e-6 * values[-1]:  # no map, or many
             return None
-        seen = target > 0 if self.block.slope == 0 else torch.ones_like(target, dtype=torch.bool)
+        positive = target > 0 if self.block.slope == 0 else torch.ones_like(target, dtype=torch.bool)
         fits: list[tuple[float, Tensor]] = []
         for one in (maps[:, 0].view(self.size), -maps[:, 0].view(self.size)):
-            got, wanted = (self.winners(one, 0)[1] - shift)[seen], (target - shift)[seen]
-            scale = got @ wanted / (got @ got)
-            fits.append((float((scale * got - wanted).norm()), scale * one))
-        found = min(fits, key=lambda fit: fit[0])[1]
-        return found, self.pull(self.delta(self.winners(found, 0)[0], cotangent))
+            got, goal = (self.winners(one, 0)[1] - shift)[positive], (target - shift)[positive]
+            scale = got @ goal / (got @ got)
+            fits.append((float((scale * got - goal).norm()), scale * one))
+        solution = min(fits, key=lambda fit: fit[0])[1]
+        return solution, self.pull(self.delta(self.winners(solution, 0)[0], cotangent))
 
     def solve(
         self, expected: Tensor, temperature: float, target: Tensor, cotangent: Tensor, *, activated: bool, weight: float
@@ -305,18 +305,18 @@ def solve_in_box(
     matrix: Tensor, right: Tensor, start: Tensor, low: Tensor, high: Tensor, *, rounds: int = 12
 ) -> Tensor:
     """Minimize `½ xᵀMx - rᵀx` with `low ≤ x ≤ high`: values at a bound are held and the others solved, in turns."""
-    found, free = start, torch.ones_like(start, dtype=torch.bool)
+    solution, free = start, torch.ones_like(start, dtype=torch.bool)
     for _ in range(rounds):
-        held = right[free] - matrix[free][:, ~free] @ found[~free]
-        found = found.clone()
-        found[free] = torch.linalg.solve(matrix[free][:, free], held)
-        found = found.clamp(low, high)
-        slope = matrix @ found - right
-        now_free = ~(((found <= low) & (slope > 0)) | ((found >= high) & (slope < 0)))
+        held = right[free] - matrix[free][:, ~free] @ solution[~free]
+        solution = solution.clone()
+        solution[free] = torch.linalg.solve(matrix[free][:, free], held)
+        solution = solution.clamp(low, high)
+        slope = matrix @ solution - right
+        now_free = ~(((solution <= low) & (slope > 0)) | ((solution >= high) & (slope < 0)))
         if bool((now_free == free).all()) or not bool(now_free.any()):
             break
         free = now_free
-    return found
+    return solution
 
 
 # ---- a malicious server's choice -------------------------------------------------------------------------------------
@@ -424,10 +424,10 @@ def read_imprint(
     if not len(features):
         return torch.empty(0, *shape), torch.empty(0)
     pixels = F.pad(features, (0, 1), value=1.0) @ sent.decoder
-    found = pixels.view(-1, *shape).clamp(*bounds)
+    images = pixels.view(-1, *shape).clamp(*bounds)
     with torch.no_grad():
-        seen = _features(chain, body, sent.parameters, found)
-    return found, (seen - features).abs().mean(1) / (bounds[1] - bounds[0])
+        explained = _features(chain, body, sent.parameters, images)
+    return images, (explained - features).abs().mean(1) / (bounds[1] - bounds[0])
 
 
 def _decoder(features: Tensor, images: Tensor) -> Tensor:
@@ -441,13 +441,15 @@ def _decoder(features: Tensor, images: Tensor) -> Tensor:
 
 def _features(chain: Chain, body: nn.Module, parameters: Tensors, images: Tensor) -> Tensor:
     """Return the input of the first linear layer."""
-    seen: list[Tensor] = []
-    handle = body.get_submodule(chain.linear).register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs_of_layer: list[Tensor] = []
+    handle = body.get_submodule(chain.linear).register_forward_pre_hook(
+        lambda _, inputs: inputs_of_layer.append(inputs[0])
+    )
     try:
         functional_call(body, dict(parameters), (images,), strict=True)
     finally:
         handle.remove()
-    return seen[0]
+    return inputs_of_layer[0]
 
 
 def _pass_on(chain: Chain, chosen: dict[str, Tensor], bounds: tuple[float, float]) -> None:
@@ -457,16 +459,16 @@ def _pass_on(chain: Chain, chosen: dict[str, Tensor], bounds: tuple[float, float
         weight, bias = chosen[f"{block.name}.weight"].zero_(), chosen[f"{block.name}.bias"].zero_()
         # The middle of the kernel, so that what no window covers is shared by both ends of the image.
         base = (weight.shape[-1] - block.pool + (index == 0)) // 2
-        wanted = [
+        windows = [
             (y + stride * i, x + stride * j, source, i, j)
             for i in range(block.pool)
             for j in range(block.pool)
             for source, (y, x) in enumerate(taps)
         ]
         # Where there are too few channels for every shift, a checkerboard of shifts spreads them evenly.
-        wanted.sort(key=lambda tap: ((tap[0] + tap[1]) % 2, tap[0], tap[1]))
-        wanted = wanted[: len(bias) // 2]
-        for number, (_, _, source, i, j) in enumerate(wanted):
+        windows.sort(key=lambda tap: ((tap[0] + tap[1]) % 2, tap[0], tap[1]))
+        windows = windows[: len(bias) // 2]
+        for number, (_, _, source, i, j) in enumerate(windows):
             value, complement = 2 * number, 2 * number + 1
             if index == 0:
                 weight[value, :, base + i, base + j] = 1 / weight.shape[1]
@@ -475,7 +477,7 @@ def _pass_on(chain: Chain, chosen: dict[str, Tensor], bounds: tuple[float, float
                 weight[value, 2 * source : 2 * source + 2, base + i, base + j] = torch.tensor([0.5, -0.5])
                 bias[value], bias[complement] = span / 2, span / 2
             weight[complement] = -weight[value]
-        taps, stride = [(y, x) for y, x, *_ in wanted], stride * block.pool
+        taps, stride = [(y, x) for y, x, *_ in windows], stride * block.pool
 
 
 def _set_traps(

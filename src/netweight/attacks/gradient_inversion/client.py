@@ -23,8 +23,8 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
         if name not in imitated:
             raise not_found(f"The client would send no tensor {name!r}.", name, imitated)
         if observed[name].shape != imitated[name].shape:
-            seen, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
-            raise UsageError(f"The observed tensor {name!r} has shape {seen}; the client would send {sent}.")
+            shape, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
+            raise UsageError(f"The observed tensor {name!r} has shape {shape}; the client would send {sent}.")
         if not observed[name].isfinite().all():
             raise UsageError(
                 f"The observed tensor {name!r} contains NaN or infinity.", cure="Leave it out by a pattern."
@@ -101,8 +101,8 @@ def sgd_difference(
         current, velocity = dict(params), dict[str, Tensor]()
         for step in range(steps):
             gradients = gradient(current, *_part(batch, step, batch_size))
-            for name, found in gradients.items():
-                slope = found + weight_decay * current[name]
+            for name, change in gradients.items():
+                slope = change + weight_decay * current[name]
                 velocity[name] = momentum * velocity[name] + slope if name in velocity else slope
             current = {name: tensor - lr * velocity[name] for name, tensor in current.items()}
         return {name: tensor - params[name] for name, tensor in current.items()}
@@ -121,23 +121,23 @@ def _gradient(model: nn.Module, loss: Loss) -> Callable[[dict[str, Tensor], Tens
     def gradient(params: dict[str, Tensor], images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         # Copies, since normalization layers in train mode write into their buffers.
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        found: dict[str, Tensor] = slope(params, buffers, images, labels)
-        return found
+        gradients: dict[str, Tensor] = slope(params, buffers, images, labels)
+        return gradients
 
     return gradient
 
 
 def _check_names(model: nn.Module, params: Tensors) -> None:
-    known = dict(model.named_parameters())
-    for name, parameter in known.items():
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
         if name not in params:
             raise not_found(f"The parameter {name!r} of the model is missing.", name, params)
         if params[name].shape != parameter.shape:
-            given, wanted = tuple(params[name].shape), tuple(parameter.shape)
-            raise UsageError(f"The parameter {name!r} has shape {given}; the model's has {wanted}.")
+            given, expected = tuple(params[name].shape), tuple(parameter.shape)
+            raise UsageError(f"The parameter {name!r} has shape {given}; the model's has {expected}.")
     for name in params:
-        if name not in known:
-            raise not_found(f"The model has no parameter {name!r}.", name, known)
+        if name not in parameters:
+            raise not_found(f"The model has no parameter {name!r}.", name, parameters)
 
 
 def _part(batch: Batch, step: int, batch_size: int | None) -> Batch:

@@ -87,9 +87,9 @@ def descend(
                 group["lr"] = lr * share
             if anneal is not None:
                 anneal(share)
-            found = _differentiate(objectives, variables, signed)
+            losses = _differentiate(objectives, variables, signed)
             if step % every == 0:
-                values.append(found)
+                values.append(losses)
             optimizer.step()
             if project is not None:
                 with torch.no_grad():
@@ -97,8 +97,8 @@ def descend(
             task.update()
     final = _differentiate(objectives, variables, signed)
     best = min(range(restarts), key=lambda restart: _order(final[restart]))
-    kept = tuple(variable.detach()[best] for variable in variables)
-    return Descended(kept, tuple(final), best, (*(row[best] for row in values), final[best]))
+    best_variables = tuple(variable.detach()[best] for variable in variables)
+    return Descended(best_variables, tuple(final), best, (*(row[best] for row in values), final[best]))
 
 
 def _factor(schedule: Schedule, done: float) -> float:
@@ -228,8 +228,8 @@ def invert(
     start = start.clamp(low, high)
     if labels is None:
         labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
-    known = labels.to(start.device)
-    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], known)))
+    classes = labels.to(start.device)
+    chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], classes)))
 
     distance = cosine_distance if config.distance == "cosine" else relative_distance
     smoothness = config.total_variation
@@ -239,30 +239,30 @@ def invert(
         smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
 
     def objective(images: Tensor) -> Tensor:
-        imitated = local_update(params, (images, known))
+        imitated = local_update(params, (images, classes))
         value = distance(imitated, chosen) + smoothness * total_variation(images)
         for term in terms:
-            value = value + term(images, known)
+            value = value + term(images, classes)
         return value
 
     def project(images: Tensor) -> None:
         images.clamp_(low, high)
 
-    found = descend(
+    descended = descend(
         objective, (start,), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
         project=project, anneal=anneal, progress=progress,
     )  # fmt: skip
     name = "IG" if config.distance == "cosine" else "IG (squared distance)"
-    return found.reconstruction(found.variables[0], known, steps=config.steps, attack=name)
+    return descended.reconstruction(descended.variables[0], classes, steps=config.steps, attack=name)
 
 
 def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:
     """Return 1 - cosine between two updates, taken as single vectors over the names in `observed`."""
-    product, length, wanted = (
+    product, length, target_length = (
         sum((a[name] * b[name]).sum() for name in observed)
         for a, b in ((imitated, observed), (imitated, imitated), (observed, observed))
     )
-    scale = (length * wanted) ** 0.5
+    scale = (length * target_length) ** 0.5
     return 1 - product / scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
 
@@ -369,13 +369,13 @@ def rog(
     def objective(latent: Tensor) -> Tensor:
         return relative_distance(local_update(params, (_enlarge(latent, size), labels)), chosen)
 
-    found = descend(
+    descended = descend(
         objective, (latents,), steps=config.steps, lr=config.lr, schedule="cosine", progress=progress, description="ROG"
     )
-    images, second = _enlarge(found.variables[0], size), "no post-processing"
+    images, second = _enlarge(descended.variables[0], size), "no post-processing"
     if post_processing is not None:
         images, second = _polished(images, post_processing), "the user's post-processing"
-    return found.reconstruction(images, labels, steps=config.steps, attack=f"ROG ({second})")
+    return descended.reconstruction(images, labels, steps=config.steps, attack=f"ROG ({second})")
 
 
 def _enlarge(latent: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -468,9 +468,9 @@ def dlg(
     objectives = tuple(history[-1] for _, history in ends)
     best = min(range(len(ends)), key=lambda end: objectives[end] if math.isfinite(objectives[end]) else math.inf)
     variables, history = ends[best]
-    images, found = batch(*variables)
+    images, soft_labels = batch(*variables)
     descended = Descended(variables, objectives, best, history)
-    return descended.reconstruction(images, found, steps=config.steps, attack="DLG")
+    return descended.reconstruction(images, soft_labels, steps=config.steps, attack="DLG")
 
 
 def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:

@@ -26,7 +26,7 @@ def in_order(images: Tensor, reference: Tensor) -> Tensor:
 
 
 def findings_of(
-    found: Reconstruction,
+    reconstruction: Reconstruction,
     images: Tensor,
     reference: Tensor | None = None,
     *,
@@ -38,9 +38,9 @@ def findings_of(
     """Return what an attack reached, as findings."""
     if reference is None and max_psnr is not None:
         raise UsageError("A limit on PSNR needs the true images.", cure="Give the reference.")
-    ends = list(found.objectives_by_restart)
-    detail = {"restarts": ends, "steps": found.steps, "attack": found.attack}
-    findings = [Finding("objective at the end", found.objective, better="lower", seeds=(seed,), detail=detail)]
+    ends = list(reconstruction.objectives_by_restart)
+    detail = {"restarts": ends, "steps": reconstruction.steps, "attack": reconstruction.attack}
+    findings = [Finding("objective at the end", reconstruction.objective, better="lower", seeds=(seed,), detail=detail)]
     if reference is None:
         return findings
     missing = int(images.isnan().flatten(1).any(1).sum())
@@ -60,13 +60,13 @@ def write_images(folder: Path, images: Tensor) -> None:
 
 
 def inversion_section(
-    found: Reconstruction, images: Tensor, reference: Tensor | None, findings: list[Finding]
+    reconstruction: Reconstruction, images: Tensor, reference: Tensor | None, findings: list[Finding]
 ) -> Section:
     """Return what an attack reconstructed as a section of a report."""
     measured = {finding.name: finding.value or 0.0 for finding in findings}
     facts = {"db": f"{measured.get('PSNR', 0.0):.1f}", "alike": f"{measured.get('SSIM', 0.0):.2f}"}
     return Section(
-        "What the update reveals", findings, figures=_figures(found, images, reference),
+        "What the update reveals", findings, figures=_figures(reconstruction, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
         conclusion=_CONCLUSION(findings, **facts)[1],
         intro="A better value means a better attack, unless a limit was set. PSNR and SSIM compare with the "
@@ -83,22 +83,24 @@ def _words(psnr: bool, ssim: bool, *, db: str, alike: str) -> Words:
 _CONCLUSION = Conclusion("attack: gradient inversion", [Measured("PSNR"), Measured("SSIM")], _words)
 
 
-def _figures(found: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:
+def _figures(reconstruction: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:
     batches = {"found": images} if reference is None else {"true": reference, "found": images}
     shown = min(len(images), _SHOWN)
     below = "" if reference is None else ", below the true ones"
     grid = image_grid(
         [[_pixels(image) for image in batch[:shown]] for batch in batches.values()], rows=list(batches),
-        columns=[str(number) for number in range(shown)], caption=f"Attack: {found.attack}.",
-        alt=f"{shown} of {len(images)} images that the attack {found.attack} found{below}",
+        columns=[str(number) for number in range(shown)], caption=f"Attack: {reconstruction.attack}.",
+        alt=f"{shown} of {len(images)} images that the attack {reconstruction.attack} found{below}",
     )  # fmt: skip
-    if not found.history:
+    if not reconstruction.history:
         return [grid]
-    every = [found.steps * point / (len(found.history) - 1) for point in range(len(found.history))]
+    every = [
+        reconstruction.steps * point / (len(reconstruction.history) - 1) for point in range(len(reconstruction.history))
+    ]
     curve = lines(
-        {"objective": (every, found.history)}, xlabel="steps", ylabel="objective",
-        alt=f"The objective went from {found.history[0]:.3g} to {found.history[-1]:.3g}",
-        log="y" if min(found.history) > 0 else "",
+        {"objective": (every, reconstruction.history)}, xlabel="steps", ylabel="objective",
+        alt=f"The objective went from {reconstruction.history[0]:.3g} to {reconstruction.history[-1]:.3g}",
+        log="y" if min(reconstruction.history) > 0 else "",
     )  # fmt: skip
     return [grid, curve]
 

@@ -94,13 +94,13 @@ def invert_generated(
     if len(read_chain(body).blocks) > _PEELED:
         return _matched(recovered, body, shape, bounds, config, seed, progress)
     problem = _Problem.of(recovered, body, shape, bounds)
-    found = []
+    attempts = []
     with progress.task("peeling", config.restarts * (config.rounds + 1), unit="rounds") as bar:
         for restart in range(config.restarts):
-            found.append(_attempt(problem, config, seeds.derive(seed, "restart", restart), bar))
-    objectives = tuple(history[-1] for _, history in found)
-    best = min(range(len(found)), key=objectives.__getitem__)
-    image, history = found[best]
+            attempts.append(_attempt(problem, config, seeds.derive(seed, "restart", restart), bar))
+    objectives = tuple(history[-1] for _, history in attempts)
+    best = min(range(len(attempts)), key=objectives.__getitem__)
+    image, history = attempts[best]
     return Descended((image,), objectives, best, tuple(history)).reconstruction(
         image[None].to(torch.get_default_dtype()), torch.empty(0, dtype=torch.int64),
         steps=config.softening + config.rounds, attack="hypernetwork, analytic then peeling",
@@ -124,12 +124,12 @@ def _matched(
     while len(blocks) > 1:  # blocks with as many channels as places are undone exactly
         kernel, slope = f"{blocks[-1].name}.weight", slopes[f"{blocks[-1].name}.weight"]
         bias = weights[f"{blocks[-1].name}.bias"]
-        found = Peel(blocks[-1], weights[kernel], bias, slope, sizes[len(blocks) - 1]).by_span(target, back)
-        if found is None:
+        solution = Peel(blocks[-1], weights[kernel], bias, slope, sizes[len(blocks) - 1]).by_span(target, back)
+        if solution is None:
             break
         blocks.pop()
-        target, back = undone(blocks[-1], *found)
-    known, along = target.float()[None], back.float()[None]
+        target, back = undone(blocks[-1], *solution)
+    target_maps, along = target.float()[None], back.float()[None]
     kernels = [weights[f"{block.name}.weight"].float() for block in blocks]
     biases = [weights[f"{block.name}.bias"].float() for block in blocks]
     gradients = [slopes[f"{block.name}.weight"].float() for block in blocks]
@@ -141,15 +141,17 @@ def _matched(
         left = (share - 0.1) / 0.9
 
     def objective(image: Tensor) -> Tensor:
-        seen, moved = low + (high - low) * image, [kernel.detach().requires_grad_() for kernel in kernels]
+        features, moved = low + (high - low) * image, [kernel.detach().requires_grad_() for kernel in kernels]
         for number, (block, kernel) in enumerate(zip(blocks, moved, strict=True)):
-            seen = F.leaky_relu(seen, blocks[number - 1].slope) if number else seen
-            seen = F.conv2d(seen, kernel, biases[number], block.stride, block.padding)
-            seen = pool_softly(seen, block.pool, _END * (_START / _END) ** left)
-        seen = seen.relu() if blocks[-1].slope == 0 else seen
-        found = torch.autograd.grad((seen * along).sum(), moved, create_graph=True)
-        pairs = [(seen, known), *zip(found, gradients, strict=True)]
-        errors = [(one - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30) for one, wanted in pairs]
+            features = F.leaky_relu(features, blocks[number - 1].slope) if number else features
+            features = F.conv2d(features, kernel, biases[number], block.stride, block.padding)
+            features = pool_softly(features, block.pool, _END * (_START / _END) ** left)
+        features = features.relu() if blocks[-1].slope == 0 else features
+        by_kernel = torch.autograd.grad((features * along).sum(), moved, create_graph=True)
+        pairs = [(features, target_maps), *zip(by_kernel, gradients, strict=True)]
+        errors = [
+            (one - target_map).square().sum() / target_map.square().sum().clamp_min(1e-30) for one, target_map in pairs
+        ]
         rest: Tensor = torch.stack(errors).sum() + config.variation * 0.1 ** (1 - left) * total_variation(image)
         return rest
 
@@ -199,10 +201,10 @@ class _Problem:
 
     def maps(self, image: Tensor) -> list[Tensor]:
         """The input of every block, the image first."""
-        found = [image]
+        maps = [image]
         for peel in self.peels[:-1]:
-            found.append(peel.forward(found[-1]))
-        return found
+            maps.append(peel.forward(maps[-1]))
+        return maps
 
     def misfit(self, image: Tensor) -> float:
         """Mean relative error of the features (before the activation) and of each convolution's gradient."""
@@ -211,8 +213,8 @@ class _Problem:
         for peel, inputs in zip(reversed(self.peels), reversed(maps), strict=True):
             shares, pooled = peel.winners(inputs, 0)
             if not errors:
-                seen = self.target > 0 if peel.block.slope == 0 else torch.ones_like(self.target, dtype=torch.bool)
-                errors.append(float((pooled - self.target)[seen].norm() / self.target[seen].norm()))
+                positive = self.target > 0 if peel.block.slope == 0 else torch.ones_like(self.target, dtype=torch.bool)
+                errors.append(float((pooled - self.target)[positive].norm() / self.target[positive].norm()))
             else:
                 cotangent = cotangent * peel.slopes(pooled)
             delta = peel.delta(shares, cotangent)
@@ -220,11 +222,11 @@ class _Problem:
             cotangent = peel.pull(delta)
         return sum(errors) / len(errors)
 
-    def behind(self, index: int, found: Tensor, cotangent: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def behind(self, index: int, inputs: Tensor, cotangent: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """The output of the block before `index`, and the gradient by its pooled values."""
         peel = self.peels[index]
-        back = peel.pull(peel.delta(peel.winners(found, temperature)[0], cotangent))
-        return found, back * self.peels[index - 1].slopes(found)
+        back = peel.pull(peel.delta(peel.winners(inputs, temperature)[0], cotangent))
+        return inputs, back * self.peels[index - 1].slopes(inputs)
 
     def solve_image(self, rows: Tensor, rest: Tensor, image: Tensor, smoothness: float) -> Tensor:
         """The image within its box from its equations, smooth as far as they leave it open."""
@@ -269,20 +271,22 @@ def _descend(problem: _Problem, config: PeelingConfig, generator: torch.Generato
     for index in reversed(range(len(problem.peels))):
         peel, last = problem.peels[index], index == len(problem.peels) - 1
         steps = config.softening if last else -(-config.softening // 2)
-        found = 0.5 + 0.05 * torch.randn(peel.size, generator=generator, dtype=torch.float64)
+        inputs = 0.5 + 0.05 * torch.randn(peel.size, generator=generator, dtype=torch.float64)
         if index == 0:
-            found = (problem.low + (problem.high - problem.low) * 0.2).view(peel.size)
+            inputs = (problem.low + (problem.high - problem.low) * 0.2).view(peel.size)
         for step in range(steps):
             part = step / max(steps - 1, 1)
             temperature = _SOFT * (_SHARP / _SOFT) ** part
             if index == 0:
-                rows, rest, _ = peel.output_equations(found, temperature, target, activated=not last)
-                found = problem.solve_image(rows, rest, found, config.smoothness * 0.01**part)
+                rows, rest, _ = peel.output_equations(inputs, temperature, target, activated=not last)
+                inputs = problem.solve_image(rows, rest, inputs, config.smoothness * 0.01**part)
             else:
-                found = peel.solve(found, temperature, target, cotangent, activated=not last, weight=0.01 * 0.04**part)
+                inputs = peel.solve(
+                    inputs, temperature, target, cotangent, activated=not last, weight=0.01 * 0.04**part
+                )
         if index > 0:
-            target, cotangent = problem.behind(index, found, cotangent, _SHARP)
-    return found
+            target, cotangent = problem.behind(index, inputs, cotangent, _SHARP)
+    return inputs
 
 
 def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float) -> tuple[Tensor, float]:
@@ -290,10 +294,10 @@ def _again(problem: _Problem, config: PeelingConfig, image: Tensor, doubt: float
     target, cotangent, maps = problem.target, problem.cotangent, problem.maps(image)
     for index in range(len(problem.peels) - 1, 0, -1):
         last = index == len(problem.peels) - 1
-        found = problem.peels[index].solve(
+        inputs = problem.peels[index].solve(
             maps[index], 0.8 * doubt, target, cotangent, activated=not last, weight=config.prior
         )
-        target, cotangent = problem.behind(index, found, cotangent, 0.8 * doubt)
+        target, cotangent = problem.behind(index, inputs, cotangent, 0.8 * doubt)
     first, single = problem.peels[0], len(problem.peels) == 1
     for _ in range(2):
         rows, rest, _ = first.output_equations(image, 0.4 * doubt, target, activated=not single)
@@ -355,34 +359,34 @@ def tailored(
     # Source: the idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
     config = config or TailoredConfig()
     change = HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay)
-    state, wanted = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))
+    state, target = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))
     if "trunk.1.weight" in state:
         raise UsageError("The tailored attack supports only hypernetworks with one hidden layer.")
-    layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in wanted.values()) ** 0.5
+    layout, length = ParameterLayout.of(body), sum(tensor.double().square().sum() for tensor in target.values()) ** 0.5
 
     def objective(images: Tensor, embedding: Tensor, classifier: Tensor, *guess: Tensor) -> Tensor:
         code = hidden_code(state, embedding)
         theta = state["heads.weight"] @ code + state["heads.bias"]
-        seen = functional_call(body, layout.split(theta), (images,), strict=True)
-        outputs = F.linear(seen, classifier[:, :-1], classifier[:, -1])
+        outputs_of_body = functional_call(body, layout.split(theta), (images,), strict=True)
+        outputs = F.linear(outputs_of_body, classifier[:, :-1], classifier[:, -1])
         loss = F.cross_entropy(outputs, labels if labels is not None else guess[0].softmax(1))
         (slope,) = torch.autograd.grad(loss, theta, create_graph=True)
         back = (state["heads.weight"].T @ slope) * (code > 0)
-        product = slope @ (wanted["heads.weight"] @ code + wanted["heads.bias"])
-        product = product + back @ (wanted["trunk.0.weight"] @ embedding + wanted["trunk.0.bias"])
+        product = slope @ (target["heads.weight"] @ code + target["heads.bias"])
+        product = product + back @ (target["trunk.0.weight"] @ embedding + target["trunk.0.bias"])
         own = slope.square().sum() * (code.square().sum() + 1) + back.square().sum() * (embedding.square().sum() + 1)
         distance = 1 - product / (length * own.clamp_min(1e-30).sqrt())
         return distance.float() + config.total_variation * total_variation(images)
 
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
     start = _starting_points(config.restarts, shape, state["trunk.0.weight"].shape[1], classes, features, seed)
-    found = descend(
+    descended = descend(
         objective, (start[0].clamp(low, high), *(start[1:] if labels is None else start[1:3])), steps=config.steps,
         lr=config.lr, project=lambda images, *_: images.clamp_(low, high), progress=progress, description="tailored",
     )  # fmt: skip
-    labels = found.variables[3].softmax(1) if labels is None else labels
+    labels = descended.variables[3].softmax(1) if labels is None else labels
     name = "tailored to HyperFL (a reconstruction of the idea)"
-    return found.reconstruction(found.variables[0], labels, steps=config.steps, attack=name)
+    return descended.reconstruction(descended.variables[0], labels, steps=config.steps, attack=name)
 
 
 def _starting_points(

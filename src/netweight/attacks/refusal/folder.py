@@ -77,19 +77,19 @@ def attack_refusal(
         network, tokenizer, judge=judge, phrases=phrases, helps=helps, new_tokens=settings.new_tokens,
         pad_id=padding_of(tokenizer),
     )  # fmt: skip
-    asked = [*refused.make, *refused.choose, *refused.measure]
+    prompts = [*refused.make, *refused.choose, *refused.measure]
     with Job.open(folder, shared=True) as job:
         about = _identity(settings, network, base, refused, ordinary)
-        progress.note(f"Generating answers to {len(asked)} prompts that the model may refuse.")
-        answers = _remembered(job, {**about, "what": "answers"}, lambda: {"answers": examiner.answers(asked)})[
+        progress.note(f"Generating answers to {len(prompts)} prompts that the model may refuse.")
+        answers = _remembered(job, {**about, "what": "answers"}, lambda: {"answers": examiner.answers(prompts)})[
             "answers"
         ]
-        flags = examiner.learn_first_tokens(asked, answers)
-        leads = dict(zip(asked, (examiner.lead(q, a) for q, a in zip(asked, answers, strict=True)), strict=True))
+        flags = examiner.learn_first_tokens(prompts, answers)
+        leads = dict(zip(prompts, (examiner.lead(q, a) for q, a in zip(prompts, answers, strict=True)), strict=True))
         make = [question for question, flag in zip(refused.make, flags, strict=False) if flag]
         if len(make) < _LEAST_REFUSED:
             raise UsageError(
-                f"The model refuses {sum(flags)} of {len(asked)} prompts. Edits need at least "
+                f"The model refuses {sum(flags)} of {len(prompts)} prompts. Edits need at least "
                 f"{_LEAST_REFUSED} refused prompts in the half that they are computed from.",
                 cure="Give prompts that it refuses as --refused, or phrases of its refusals as --phrases.",
             )

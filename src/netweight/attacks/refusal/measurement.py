@@ -122,8 +122,8 @@ class Examiner:
         return final_answer(self._text(answer), in_thought=self._in_thought(question))
 
     def _text(self, ids: Sequence[int]) -> str:
-        kept = [token for token in ids if token not in self._dropped]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        visible = [token for token in ids if token not in self._dropped]
+        return str(self.tokenizer.decode(visible, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _in_thought(self, question: Question) -> bool:
         return open_thought(str(self.tokenizer.decode(list(question.prompt[-24:])))) is not None
@@ -264,8 +264,8 @@ class Panel:
         """Token accuracy on the known answers to refused prompts; None where one is not known."""
         if not all(each.response for each in self.refused):
             return None
-        known = [each.example for each in self.refused]
-        return token_accuracy(known, pad_id=self.examiner.pad_id, batch_size=16)(self.examiner.model)
+        examples = [each.example for each in self.refused]
+        return token_accuracy(examples, pad_id=self.examiner.pad_id, batch_size=16)(self.examiner.model)
 
     def measure(self) -> Refusal:
         """Measure the model as it is now by its answers."""
@@ -348,10 +348,10 @@ def _last_logits(
         own = copy.deepcopy(past)
         own.batch_repeat_interleave(len(prompts))
         more = {"past_key_values": own, "use_cache": True}
-    kept = None
+    positions = None
     if hasattr(model, "generate"):  # the vocabulary's layer is large: only where an answer begins
-        kept = torch.unique(ends)
-        more["logits_to_keep"] = kept
+        positions = torch.unique(ends)
+        more["logits_to_keep"] = positions
     logits: Tensor = model(input_ids=ids.to(device), attention_mask=mask.to(device), **more).logits
-    places = ends if kept is None or logits.shape[1] == longest else torch.searchsorted(kept, ends)
+    places = ends if positions is None or logits.shape[1] == longest else torch.searchsorted(positions, ends)
     return logits[torch.arange(len(prompts), device=device), places]

@@ -45,25 +45,25 @@ class WrittenSubject:
     """Share of each module's squared norm that truncation preserves; from 0 to 1."""
 
 
-def _audit(title: str, question: str, found: Callable[..., list[Finding]]) -> Audit:
+def _audit(title: str, question: str, measure: Callable[..., list[Finding]]) -> Audit:
     """The audit whose section holds what a function finds."""
 
     def audit(run: Any, settings: Any, /, *, seed: int, progress: Progress) -> Section:
-        return Section(title, found(run), question=question)
+        return Section(title, measure(run), question=question)
 
     return audit
 
 
 def _fit_findings(subject: Accuracy) -> list[Finding]:
     """Return how much of the adapters' variance the components hold, of seen adapters and of others."""
-    found = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
+    findings = [Finding("captured share of variance", subject.captured, better="higher", detail={"by": subject.solver})]
     if subject.halves is not None:
         halves = subject.halves
-        found.append(
+        findings.append(
             Finding("the same of adapters that a fit to half of them had not seen", halves.held_out, better="higher",
                     baseline=halves.fitted, detail={"components": halves.components}),
         )  # fmt: skip
-    return found
+    return findings
 
 
 def _point_findings(subject: tuple[Tensor, Tensor]) -> list[Finding]:
@@ -104,12 +104,12 @@ def direction_findings(subject: Sequence[Direction]) -> list[Finding]:
         for place, one in enumerate(subject)
         for other in subject[place + 1 :]
     }
-    found = [finding for each in subject for finding in each.findings]
+    findings = [finding for each in subject for finding in each.findings]
     if pairs:
         largest = max(pairs, key=lambda pair: abs(pairs[pair]))
-        found.append(Finding("largest |cos| between directions", abs(pairs[largest]), n=len(pairs), better="lower",
+        findings.append(Finding("largest |cos| between directions", abs(pairs[largest]), n=len(pairs), better="lower",
                              detail={"pair": largest, "cosines": pairs}))  # fmt: skip
-    return found
+    return findings
 
 
 def spread_findings(

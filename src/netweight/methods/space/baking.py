@@ -256,11 +256,11 @@ class _Baking:
         self._wanted: dict[str, list[Piece]] = {}
         self.files: set[Path] = set()
         for key, (store, pieces) in base.tensors.items():
-            wanted = [piece for piece in pieces if piece.module in self._changes]
+            changed = [piece for piece in pieces if piece.module in self._changes]
             if _TENSOR + key in self._changes:
-                wanted.append(Piece(_TENSOR + key))
-            if wanted:
-                self._wanted[key] = wanted
+                changed.append(Piece(_TENSOR + key))
+            if changed:
+                self._wanted[key] = changed
                 self.files.add(store.info(key.rpartition("/")[2]).file)
 
     def _find(self, plan: AdapterPlan, name: str) -> str:
@@ -349,11 +349,11 @@ class _Baking:
             copy.head(_head(file))
             for name in file.names():
                 key = f"{component}/{name}" if component else name
-                wanted = self._wanted.get(key)
-                if wanted is None:
+                changed = self._wanted.get(key)
+                if changed is None:
                     self.copied += 1
                     copy.copy(name)
-                elif self._write_changed(copy, file.info(name), wanted):
+                elif self._write_changed(copy, file.info(name), changed):
                     self.changed += 1
                 else:
                     self.rounded_away.append(name)

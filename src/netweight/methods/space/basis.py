@@ -128,15 +128,15 @@ class RowLayout:
 
     def factors(self, row: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Down and up factors, shapes `(…, rank, columns)` and `(…, rows, rank)`, of rows; views, differentiable."""
-        found, place = {}, 0
+        factors, place = {}, 0
         for name, (rows, columns) in self.shapes.items():
             rank = self.ranks[name]
             part = row[..., place : place + rank * (rows + columns)]
             down, up = torch.split(part, [rank * columns, rows * rank], dim=-1)
             lead = part.shape[:-1]
-            found[name] = down.reshape(*lead, rank, columns), up.reshape(*lead, rows, rank)
+            factors[name] = down.reshape(*lead, rank, columns), up.reshape(*lead, rows, rank)
             place += rank * (rows + columns)
-        return found
+        return factors
 
     def changes(self, row: Tensor) -> dict[str, Tensor]:
         """Changes of rows, shape `(…, rows, columns)` per module."""
@@ -144,8 +144,8 @@ class RowLayout:
 
     def adapter(self, row: Tensor) -> Adapter:
         """The adapter of a row, shape `(length,)`."""
-        found = self.factors(row).items()
-        return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in found})
+        factors = self.factors(row).items()
+        return Adapter({name: LowRank(down.clone(), up.clone(), self.scales[name]) for name, (down, up) in factors})
 
 
 @final
@@ -213,14 +213,14 @@ class Combinations:
 
     def project(self, stack: AdapterStack) -> tuple[Tensor, Tensor]:
         """See `Basis.project`; by inner products with all adapters of the bank."""
-        found = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
+        products_with_components = torch.zeros(len(stack), self.weights.shape[1], dtype=torch.float64)
         with_mean = torch.zeros(len(stack), dtype=torch.float64)
         for start, some in read_blocks(self.bank, len(self.weights), description="Projecting"):
             products = inner_products(stack, some)
-            found += products @ self.weights[start : start + len(some)]
+            products_with_components += products @ self.weights[start : start + len(some)]
             with_mean += products.sum(dim=1) / len(self.weights)
         squares = norms_of(stack) - 2 * with_mean + self.mean_square
-        return (found - self.offsets).float(), squares.clamp_min(0).float()
+        return (products_with_components - self.offsets).float(), squares.clamp_min(0).float()
 
     def changes(self, scores: Tensor) -> dict[str, Tensor]:
         """Changes at points; see `WeightSpace.changes`."""
@@ -231,18 +231,18 @@ class Combinations:
                 name: mean + (scores @ components.flatten(1)).view(*scores.shape[:-1], *mean.shape)
                 for name, (mean, components) in self._components(dtype, scores.device).items()
             }
-        found = scores @ self.weights.T.to(scores) + 1 / len(self.weights)
+        weights = scores @ self.weights.T.to(scores) + 1 / len(self.weights)
         modules = self._modules(dtype, scores.device)
-        return {name: (one.ups * found[..., None, one.owner]) @ one.downs for name, one in modules.items()}
+        return {name: (one.ups * weights[..., None, one.owner]) @ one.downs for name, one in modules.items()}
 
     def factors(self, scores: Tensor) -> Iterator[tuple[str, LowRank]]:
         """See `Basis.factors`."""
-        found = self.weights @ scores.double() + 1 / len(self.weights)
+        weights = self.weights @ scores.double() + 1 / len(self.weights)
         if self.bank.nbytes > _KEPT_BYTES:
-            yield from self._summed(found)
+            yield from self._summed(weights)
             return
         for name, one in self._modules(torch.float32, torch.device("cpu")).items():
-            ups = (one.ups * found[one.owner]).float()
+            ups = (one.ups * weights[one.owner]).float()
             yield (
                 name,
                 LowRank(one.downs, ups)
@@ -250,7 +250,7 @@ class Combinations:
                 else LowRank.of(ups @ one.downs),
             )
 
-    def _summed(self, found: Tensor) -> Iterator[tuple[str, LowRank]]:
+    def _summed(self, coefficients: Tensor) -> Iterator[tuple[str, LowRank]]:
         """The sum of a bank's changes by weights; of the bank, some adapters' factors of some modules are in memory."""
         left = sorted(self.bank.shapes)
         while left:
@@ -260,7 +260,7 @@ class Combinations:
                 sums[name] = torch.zeros(self.bank.shapes[name])
             for start, stack in read_blocks(self.bank, len(self.weights), description="Summing", modules=sums.keys()):
                 for name, total in sums.items():
-                    weights = (found[start : start + len(stack)] * stack.scale[name]).float()
+                    weights = (coefficients[start : start + len(stack)] * stack.scale[name]).float()
                     ups = stack.up[name].float() * weights[:, None, None]
                     total.addmm_(ups.transpose(0, 1).flatten(1), stack.down[name].float().flatten(0, 1))
             yield from ((name, LowRank.of(sums.pop(name))) for name in list(sums))
@@ -281,18 +281,18 @@ class Combinations:
     def _read(self, dtype: torch.dtype, device: torch.device) -> dict[str, _Module]:
         parts: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {name: [] for name in self.bank.shapes}
         for start, stack in read_blocks(self.bank, len(self.weights), description="Reading adapters"):
-            for name, found in parts.items():
+            for name, triples in parts.items():
                 rank = stack.down[name].shape[1]
                 real = torch.arange(rank) < stack.ranks[name][:, None]  # (n, rank): not the zeros of filling up
                 ups = stack.up[name].to(torch.float64) * stack.scale[name][:, None, None]
                 owner = start + torch.arange(len(stack))[:, None].expand(-1, rank)
-                found.append((
+                triples.append((
                     ups.mT[real].to(device, dtype), stack.down[name][real].to(device, dtype), owner[real].to(device),
                 ))  # fmt: skip
         return {
             name: _Module(torch.cat(ups).T.contiguous(), torch.cat(downs), torch.cat(owners))
-            for name, found in parts.items()
-            for ups, downs, owners in [zip(*found, strict=True)]
+            for name, triples in parts.items()
+            for ups, downs, owners in [zip(*triples, strict=True)]
         }
 
     def _components(self, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[Tensor, Tensor]]:
@@ -301,10 +301,10 @@ class Combinations:
             weights = torch.cat([torch.full_like(self.weights[:, :1], 1 / len(self.weights)), self.weights], dim=1)
             made = {}
             for name, one in self._read(dtype, device).items():
-                found = torch.stack([
+                matrices = torch.stack([
                     (one.ups * column[one.owner]) @ one.downs for column in weights.T.to(device, dtype)
                 ])  # fmt: skip
-                made[name] = found[0], found[1:]
+                made[name] = matrices[0], matrices[1:]
             self._matrices[dtype, device] = made
         return self._matrices[dtype, device]
 

@@ -38,12 +38,12 @@ def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: 
     rank = how.rank or any_rank
     conversion = None if rank is None else Conversion(rank, how.weights)
     plan = plan_adapter(adapter, with_model(model), conversion, model.naming)
-    found = load_converted(plan)
-    checked_modules(found.adapter, model)
-    layout = how.layout or layout_like(plan, found.adapter, path)
+    converted = load_converted(plan)
+    checked_modules(converted.adapter, model)
+    layout = how.layout or layout_like(plan, converted.adapter, path)
     same_style = layout == plan.layout == "comfyui"
     written = export_adapter(
-        found.adapter, path, rank=how.rank, energy=how.energy, layout=layout, overwrite=overwrite,
+        converted.adapter, path, rank=how.rank, energy=how.energy, layout=layout, overwrite=overwrite,
         base=how.base or plan.base, kernels=plan.kernels, naming=certain_naming(plan, layout),
         metadata=headers.kept(plan.metadata, how.rank, converted=any(part.converts for part in plan.parts.values())),
         transposed=plan.transposed,
@@ -51,6 +51,6 @@ def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: 
         style=Style(plan.kohya_ends, plan.has_alphas) if same_style else None,
     )  # fmt: skip
     # What the two steps leave out is orthogonal, and the second's share is of what the first has kept.
-    first, second = found.relative_error**2, written.relative_error**2
+    first, second = converted.relative_error**2, written.relative_error**2
     error = math.sqrt(first + second * (1 - first))
     return replace(written, relative_error=error, remarks=(*plan.remarks, *written.remarks))

@@ -90,15 +90,15 @@ def bootstrap_cosine(
     task = _task(scores, labels, column, confounders, 2)
     whole = _solved(task, kind)
     generator = torch_generator(seed, "bootstrap", column)
-    found: list[float] = []
-    while len(found) < resamples:
+    cosines: list[float] = []
+    while len(cosines) < resamples:
         drawn = torch.randint(len(task.values), (len(task.values),), generator=generator)
         again = replace(task, counts=torch.bincount(drawn, minlength=len(task.values)).double())
         if again.varies:
             vector = _solved(again, kind, whole.penalty).vector
-            found.append(float(F.cosine_similarity(whole.vector, vector, dim=0)))
+            cosines.append(float(F.cosine_similarity(whole.vector, vector, dim=0)))
     return Finding(
-        f"cosine of {column} under resampling", sum(found) / len(found), ci95=middle(found), n=len(task.values),
+        f"cosine of {column} under resampling", sum(cosines) / len(cosines), ci95=middle(cosines), n=len(task.values),
         better="higher", seeds=(seed,), detail={"kind": kind, "resamples": resamples},
     )  # fmt: skip
 
@@ -112,9 +112,9 @@ def direction_of(
     if not length > 0:
         raise UsageError(f"The direction {name!r} has length 0: the scores do not depend on the label.")
     along = (scores.double() - scores.double().mean(0)) @ (vector / length)
-    kept = vector if kind in ("reference", "corrected") else vector / length
+    scaled = vector if kind in ("reference", "corrected") else vector / length
     return Direction(
-        name, kind, kept, float(along.std()), float(along.max()), scores_digest(scores), tuple(findings)
+        name, kind, scaled, float(along.std()), float(along.max()), scores_digest(scores), tuple(findings)
     )  # fmt: skip
 
 
@@ -164,8 +164,8 @@ class _Task:
     def part(self, rows: Tensor) -> _Task:
         """The task of some of the models."""
         others = tuple(LabelColumn(each.name, each.values[rows]) for each in self.others)
-        known = {name: getattr(self, name)[rows] for name in ("scores", "values", "counts")}
-        return replace(self, others=others, **known)
+        rows_of_fields = {name: getattr(self, name)[rows] for name in ("scores", "values", "counts")}
+        return replace(self, others=others, **rows_of_fields)
 
 
 def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str], least: int) -> _Task:
@@ -178,17 +178,17 @@ def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str
     if column in confounders:
         raise UsageError(f"{column!r} cannot be its own confounder.", cure="Leave it out of the confounders.")
     chosen, others = labels[column], [labels[name] for name in dict.fromkeys(confounders)]
-    known = torch.stack([each.known for each in (chosen, *others)]).all(0)
-    kept = [LabelColumn(each.name, each.values[known]) for each in (chosen, *others)]
-    for each in kept:
+    labeled = torch.stack([each.known for each in (chosen, *others)]).all(0)
+    columns = [LabelColumn(each.name, each.values[labeled]) for each in (chosen, *others)]
+    for each in columns:
         each.check(least)
-    binary = kept[0].kind == "binary"
-    values = kept[0].positive.double() if binary else kept[0].values
-    ours = scores.detach().cpu().double()[known]
+    binary = columns[0].kind == "binary"
+    values = columns[0].positive.double() if binary else columns[0].values
+    ours = scores.detach().cpu().double()[labeled]
     if not ours.isfinite().all():
         raise UsageError("The scores contain NaN or infinity.", cure="Fit the space again.")
     counts = torch.ones(len(values), dtype=torch.float64)
-    return _Task(column, ours, values, binary, tuple(kept[1:]), counts)
+    return _Task(column, ours, values, binary, tuple(columns[1:]), counts)
 
 
 @final
@@ -209,8 +209,8 @@ def _solved(task: _Task, kind: DirectionKind, penalty: float | None = None) -> _
         return _Solution(_apart(task, _encoder(task, [])))
     if kind != "decoder":
         raise UsageError(f"There is no kind of direction {kind!r}.", cure="Use encoder, decoder or difference.")
-    found = _decoder(Design.of(task.scores), task.values, task.binary, task.counts, penalty)
-    return _Solution(_apart(task, found.weights), found.penalty, None if task.others else found)
+    decoder = _decoder(Design.of(task.scores), task.values, task.binary, task.counts, penalty)
+    return _Solution(_apart(task, decoder.weights), decoder.penalty, None if task.others else decoder)
 
 
 def _encoder(task: _Task, others: Sequence[Tensor]) -> Tensor:
@@ -228,8 +228,8 @@ def _encoder(task: _Task, others: Sequence[Tensor]) -> Tensor:
             f"The label {task.column!r} is a combination of {names}: they cannot be separated.",
             cure="Name fewer confounders.",
         )
-    found: Tensor = (torch.linalg.solve(correlations, sides * scale[:, None]) * scale[:, None])[0]
-    return found
+    coefficients: Tensor = (torch.linalg.solve(correlations, sides * scale[:, None]) * scale[:, None])[0]
+    return coefficients
 
 
 def _decoder(design: Design, values: Tensor, binary: bool, counts: Tensor, penalty: float | None) -> ReadOut:
@@ -332,22 +332,22 @@ def ridge(design: Design, labels: Tensor, weights: Tensor, *, penalty: float | N
     # `weights`: shape `(n,)`, at least 0; 0 leaves a model out
     total = weights.sum()
     center, mean = weights @ design.rows / total, float(weights @ labels / total)
-    rows, wanted = design.rows - center, labels - mean
+    rows, targets = design.rows - center, labels - mean
     energies, axes = torch.linalg.eigh((rows * weights[:, None]).T @ rows)
     turned = rows @ axes
-    answers = turned.T @ (weights * wanted)
+    answers = turned.T @ (weights * targets)
     floor = float(energies[-1]) * 1e-13 + 1e-300
 
     def solved(strength: float) -> tuple[Tensor, float]:
         shrunk = 1 / (energies.clamp_min(0) + max(strength, floor))
         coefficients = shrunk * answers
         leverage = weights * (1 / total + turned.square() @ shrunk)
-        left_out = (wanted - turned @ coefficients) / (1 - leverage).clamp_min(1e-9)
+        left_out = (targets - turned @ coefficients) / (1 - leverage).clamp_min(1e-9)
         return coefficients, float((weights * left_out.square()).sum() / total)
 
     tried = [penalty] if penalty is not None else [design.penalty(share) for share in PENALTIES]
-    found = [(strength, *solved(strength)) for strength in tried]
-    strength, coefficients, loss = min(found, key=lambda each: each[2])
+    solutions = [(strength, *solved(strength)) for strength in tried]
+    strength, coefficients, loss = min(solutions, key=lambda each: each[2])
     own = axes @ coefficients
     return design.read_out(own, mean - float(center @ own), strength, loss)
 

@@ -51,10 +51,10 @@ def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[lis
     Raises:
         UsageError: There is no such folder.
     """
-    found, errors = find_adapters(folder)
+    paths, errors = find_adapters(folder)
     bad = {name: str(error) for name, error in errors.items()}
     plans: dict[str, AdapterPlan] = {}
-    for name, path in progress.track(found.items(), "Checking adapters", len(found), unit="adapters"):
+    for name, path in progress.track(paths.items(), "Checking adapters", len(paths), unit="adapters"):
         try:
             plans[name] = plan_adapter(path)
         except NetweightError as error:

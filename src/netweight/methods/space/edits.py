@@ -137,8 +137,8 @@ class EditCurve:
     def cost_of(self, effect: float, chosen: Tensor | None = None) -> float | None:
         """Cost at the strength where the mean effect first reaches a value; None if it never does."""
         effects, costs = self._means(chosen)
-        found, reached = _crossing(effects, costs, effect)
-        return found if reached else None
+        cost, reached = _crossing(effects, costs, effect)
+        return cost if reached else None
 
     def _means(self, chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         rows = slice(None) if chosen is None else chosen
@@ -296,20 +296,20 @@ def corrected_steps(
         return (after - before.detach()) / scale
 
     step = directions[index].step(2 * how.effect, "reach").expand(points.shape)
-    wanted = torch.zeros(len(names), dtype=torch.float64)
-    wanted[index] = how.effect
+    goal = torch.zeros(len(names), dtype=torch.float64)
+    goal[index] = how.effect
     with progress.task(f"correct {target}", 1 + how.rounds, unit="rounds") as task:
-        found = changed(moved := (points + step).requires_grad_(), how.noises)
+        attributes = changed(moved := (points + step).requires_grad_(), how.noises)
         slopes = unit * torch.stack([
-            torch.autograd.grad(one.sum(), moved, retain_graph=True)[0] for one in found.T
+            torch.autograd.grad(one.sum(), moved, retain_graph=True)[0] for one in attributes.T
         ], 1)  # fmt: skip
         products = slopes @ slopes.mT
         products = products + _DAMPING * products.diagonal(dim1=1, dim2=2).mean() * torch.eye(len(names)).double()
         for number in range(1 + how.rounds):
             if number:
                 with torch.no_grad():
-                    found = changed(points + step, 2 * how.noises)
-            lacking = torch.linalg.solve(products, (wanted - found.detach().double())[..., None])
+                    attributes = changed(points + step, 2 * how.noises)
+            lacking = torch.linalg.solve(products, (goal - attributes.detach().double())[..., None])
             step = step + unit * (slopes.mT @ lacking)[..., 0] / max(1.0, (number + 1) / 2)
             task.update()
     return step

@@ -150,9 +150,9 @@ class _Extraction:
             self.taken += 1
             self._whole += float(each.change.double().square().sum())
             if each.pieces:
-                kept = self._kept(each, each.change)
+                leading = self._kept(each, each.change)
                 for piece in each.pieces:
-                    rows = LowRank(kept.down, take_rows(kept.up, piece.rows), kept.scale)
+                    rows = LowRank(leading.down, take_rows(leading.up, piece.rows), leading.scale)
                     factors[piece.module.removesuffix(".weight")] = rows
             else:
                 factors[each.module] = self._kept(each, each.change)
@@ -373,14 +373,14 @@ class _Extraction:
         """The leading components, in the data type and with the alpha that are wanted."""
         how = self._how
         full = min(change.shape)
-        kept, lost = LowRank.of(change).truncated(full if how.rank is None else how.rank, how.energy)
+        factors, lost = LowRank.of(change).truncated(full if how.rank is None else how.rank, how.energy)
         self._lost += lost
         if how.alpha is not None:
-            scale = how.alpha / kept.rank
-            kept = LowRank(kept.down, scaled_up(kept.up, kept.scale / scale).to(kept.up.dtype), scale)
-        rounded = LowRank(kept.down.to(each.dtype), kept.up.to(each.dtype), kept.scale)
+            scale = how.alpha / factors.rank
+            factors = LowRank(factors.down, scaled_up(factors.up, factors.scale / scale).to(factors.up.dtype), scale)
+        rounded = LowRank(factors.down.to(each.dtype), factors.up.to(each.dtype), factors.scale)
         if each.dtype != torch.float32:
-            exact, near = kept, LowRank(rounded.down.float(), rounded.up.float(), rounded.scale)
+            exact, near = factors, LowRank(rounded.down.float(), rounded.up.float(), rounded.scale)
             self._lost += max(0.0, exact.inner(exact) + near.inner(near) - 2 * exact.inner(near))
         return rounded
 

@@ -173,11 +173,11 @@ def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     halves = None
     if config.halves:
         halves = halves_of(gram, config.components, precision=precision, seed=config.seed)
-    found = fit_gram(gram, config.components, precision=precision)
-    error = orthonormality((found.scores / found.scores.norm(dim=0)).T)
-    accuracy = Accuracy("dual", float(found.variances.sum()) / found.total, error, halves=halves)
-    basis = Basis(Combinations(bank, found.weights, found.offsets, found.mean_square))
-    return Fitted(basis, found.scores.float(), found.variances, accuracy)
+    solution = fit_gram(gram, config.components, precision=precision)
+    error = orthonormality((solution.scores / solution.scores.norm(dim=0)).T)
+    accuracy = Accuracy("dual", float(solution.variances.sum()) / solution.total, error, halves=halves)
+    basis = Basis(Combinations(bank, solution.weights, solution.offsets, solution.mean_square))
+    return Fitted(basis, solution.scores.float(), solution.variances, accuracy)
 
 
 def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> Fitted:
@@ -227,12 +227,12 @@ def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512
     center = torch.eye(len(taken), dtype=torch.float64) - 1 / len(taken)
     exact, drawn = center @ exact @ center, center @ (rows @ rows.T) @ center
     error = float((drawn - exact).norm() / exact.norm())
-    wanted = min(components, len(taken) // 2)
-    best = fit_gram(exact.clone(), wanted, precision=1e-7)
-    own = fit_gram(drawn, wanted, precision=1e-7)
+    count = min(components, len(taken) // 2)
+    best = fit_gram(exact.clone(), count, precision=1e-7)
+    own = fit_gram(drawn, count, precision=1e-7)
     vectors = torch.linalg.qr(own.scores).Q  # of the adapters, in which both Gram matrices are written
     share = float((vectors * (exact @ vectors)).sum() / (best.variances.sum() * (len(taken) - 1)))
-    return SketchError(len(taken), error, share, wanted)
+    return SketchError(len(taken), error, share, count)
 
 
 @final
@@ -430,8 +430,8 @@ def _planned(
 ) -> IterationPlan:
     if count < 2:
         raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
-    wanted = min(1000, count - 1, length) if components is None else components
-    return IterationPlan(count, length, wanted, standardize, most, tolerance, seed)
+    number = min(1000, count - 1, length) if components is None else components
+    return IterationPlan(count, length, number, standardize, most, tolerance, seed)
 
 
 class Shard(Protocol):

@@ -69,12 +69,12 @@ def find_direction(
     columns = None if how.corrected else [how.column, *how.confounders]
     labels = read_labels(how.labels, space.names, columns=columns, key=how.name_column)
     given: Any = {"kind": how.kind, "confounders": how.confounders, "seed": how.seed}
-    found = fit_direction(space.scores, labels, how.column, fidelity=how.fidelity, folds=how.folds, **given)
-    findings = list(found.findings)
+    direction = fit_direction(space.scores, labels, how.column, fidelity=how.fidelity, folds=how.folds, **given)
+    findings = list(direction.findings)
     if how.resamples:
         findings.append(bootstrap_cosine(space.scores, labels, how.column, resamples=how.resamples, **given))
-    known = int(labels[how.column].known.sum())
-    return (_corrected(space, labels, how, progress) if how.corrected else found), findings, known
+    labeled = int(labels[how.column].known.sum())
+    return (_corrected(space, labels, how, progress) if how.corrected else direction), findings, labeled
 
 
 def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progress: Progress) -> Direction:
@@ -181,12 +181,12 @@ def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list
     Raises:
         UsageError: No module is the same.
     """
-    opened, wanted = AdapterBank.open(bank), read_adapter(file)
-    known = opened.shapes
-    shared = {name: change for name, change in wanted.factors.items() if known.get(name) == change.shape}
+    opened, adapter = AdapterBank.open(bank), read_adapter(file)
+    shapes = opened.shapes
+    shared = {name: change for name, change in adapter.factors.items() if shapes.get(name) == change.shape}
     if not shared:
         raise UsageError(f"{file} changes no module that {bank} does, in the same shape.", cure="Name another bank.")
-    whole, found = wanted.norm(), []
+    whole, similar = adapter.norm(), []
     for start, stack in read_blocks(opened, len(opened), description="Adapters", progress=progress):
         part = stack.only(shared)
         squares, alike = norms_of(stack), norms_of(part)
@@ -196,13 +196,13 @@ def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list
         inner = inner_products(part, AdapterStack.of([Adapter(shared)]))[:, 0]
         rows = zip(inner.tolist(), squares.tolist(), alike.tolist(), torch.as_tensor(own).tolist(), strict=True)
         for number, (product, square, like, mine) in enumerate(rows):
-            found.append(
+            similar.append(
                 Similar(
                     opened.names[start + number], product / max(math.sqrt(square) * whole, 1e-300),
                     product / max(math.sqrt(like * mine), 1e-300), mine / max(whole**2, 1e-300),
                 )
             )  # fmt: skip
-    return sorted(found, key=lambda each: -each.shared_cosine)[:count]
+    return sorted(similar, key=lambda each: -each.shared_cosine)[:count]
 
 
 def draw(space: WeightSpace, how: SampleSettings) -> NamedPoints:
@@ -277,8 +277,8 @@ def _images(files: list[Path], channels: int) -> Tensor:
     from netweight.data.images.pictures import decode_pictures
 
     [pixels] = decode_pictures([[(file.name, file) for file in files]], of=str(files[0].parent)).splits
-    found = pixels.float() / 255
-    return found.mean(1, keepdim=True) if channels == 1 else found.expand(-1, 3, -1, -1)
+    values = pixels.float() / 255
+    return values.mean(1, keepdim=True) if channels == 1 else values.expand(-1, 3, -1, -1)
 
 
 def view_folder(

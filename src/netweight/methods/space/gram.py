@@ -211,9 +211,9 @@ def _fingerprints(stack: AdapterStack) -> Tensor:
     return total
 
 
-def same_fingerprints(found: Tensor, known: Tensor) -> bool:
+def same_fingerprints(first: Tensor, second: Tensor) -> bool:
     """Return whether they are of the same adapters."""
-    return torch.allclose(found, known, rtol=0, atol=1e-7 * float(known.abs().max()))
+    return torch.allclose(first, second, rtol=0, atol=1e-7 * float(second.abs().max()))
 
 
 def gram_of(bank: Bank, *, folder: Path | None = None, progress: Progress = QUIET) -> tuple[Tensor, float]:
@@ -224,11 +224,11 @@ def gram_of(bank: Bank, *, folder: Path | None = None, progress: Progress = QUIE
     count, block = len(bank), _block(bank)
     gram = torch.zeros(count, count, dtype=torch.float64)
     precision = 0.0
-    known = None if folder is None else fingerprints(bank)
+    marks = None if folder is None else fingerprints(bank)
     with progress.task("Inner products", count * (count + 1) // 2, unit="pairs") as task:
         for start in block_rows(bank):
             later = stack_of(bank, start, min(start + block, count))
-            rows = _block_row(bank, later, start, folder, known)
+            rows = _block_row(bank, later, start, folder, marks)
             gram[start : start + len(later), : start + len(later)] = rows
             gram[:start, start : start + len(later)] = rows[:, :start].T
             precision += torch.finfo(_precision(later)).eps * len(later) / count
@@ -254,9 +254,9 @@ def _block_row(bank: Bank, later: AdapterStack, start: int, folder: Path | None,
         file = folder / f"gram-{start}-{stop}.safetensors"
         about = {"names": digest_config(list(bank.names[:stop]))}
         if file.exists():
-            found, kept = read_tensors(file)
-            if found == about and same_fingerprints(marks[:stop], kept["fingerprints"]):
-                return kept["products"]
+            record, tensors = read_tensors(file)
+            if record == about and same_fingerprints(marks[:stop], tensors["fingerprints"]):
+                return tensors["products"]
     earlier = [inner_products(later, stack_of(bank, first, first + step)) for first in range(0, start, step)]
     products = torch.cat([*earlier, inner_products(later, later)], dim=1)
     if folder is not None and marks is not None:

@@ -70,8 +70,8 @@ class _World:
 
     def read(self, images: Tensor) -> Tensor:
         """Attributes of images `(n, 3, height, width)`, shape `(n, attributes)`."""
-        found = import_named(str(self.settings.reader), "The reader")(images)
-        return torch.stack([found[name] for name in self.names], 1)
+        attributes = import_named(str(self.settings.reader), "The reader")(images)
+        return torch.stack([attributes[name] for name in self.names], 1)
 
     def of(self, scores: Tensor) -> Tensor:
         """Attributes of points, the mean over their images."""
@@ -83,7 +83,7 @@ def attack(target: Target, settings: PointImages, progress: Progress) -> Section
     space, _, points = points_in(target.model, "mean")
     model = load_text_to_image(settings.pipeline, dtype=torch.float32, device=settings.device)
     world = _World(model, space, settings, ())
-    findings, told, figures = [], [], [_neighbors(world, points)]
+    findings, conclusions, figures = [], [], [_neighbors(world, points)]
     if settings.reader is not None:
         first = import_named(settings.reader, "The reader")(world.generate(space.scores[:1]).flatten(0, 1))
         world = replace(world, names=tuple(first))
@@ -93,27 +93,27 @@ def attack(target: Target, settings: PointImages, progress: Progress) -> Section
         ranges = (trained.max(0).values - trained.min(0).values).tolist()
         for direction in directions_in(target.model):
             if direction.name in world.names:
-                found, words = _edited(world, direction, ranges, target.seed)
-                findings += found
-                told.append(words)
+                measurements, words = _edited(world, direction, ranges, target.seed)
+                findings += measurements
+                conclusions.append(words)
         if settings.image is not None:
             figure, finding, words = _inverted(world, ranges, target, progress)
             figures.append(figure)
             findings.append(finding)
-            told.append(words)
+            conclusions.append(words)
     # Targets are for banks of a thousand models, and for more images than these.
     return Section(
         "Images", [replace(each, target=None) for each in findings], figures=figures,
         question="What do points look like, and what do edits change?",
         intro="Images of each point, from the same noise. Attributes are read from images; edits move training models "
         "along a direction, by multiples of the farthest model.",
-        conclusion=" ".join(words for _, words in told), outcome=worst(outcome for outcome, _ in told),
+        conclusion=" ".join(words for _, words in conclusions), outcome=worst(outcome for outcome, _ in conclusions),
     )  # fmt: skip
 
 
 def _neighbors(world: _World, points: NamedPoints) -> Figure:
     scores = points.scores[:_SHOWN]
-    near = [found[0] for found in nearest(scores, world.space.scores, world.space.names, count=1)]
+    near = [neighbors[0] for neighbors in nearest(scores, world.space.scores, world.space.names, count=1)]
     both = world.generate(torch.cat([scores, world.space.scores[[each.number for each in near]]]))
     rows = [[each[0].permute(1, 2, 0) for each in part] for part in (both[: len(scores)], both[len(scores) :])]
     return image_grid(
@@ -129,8 +129,8 @@ def _edited(world: _World, direction: Direction, ranges: Sequence[float], seed: 
         ranges=list(ranges), strengths=_STRENGTHS,
     )  # fmt: skip
     effect, cost = float(curve.effects[-1].mean()), float(curve.costs[-1].mean())
-    found = [Finding("effect of the edit", effect, baseline=cost)]
-    words = _EDIT(found, column=direction.name, effect=f"{effect:.2f}", cost=f"{cost:.2f}")
+    findings = [Finding("effect of the edit", effect, baseline=cost)]
+    words = _EDIT(findings, column=direction.name, effect=f"{effect:.2f}", cost=f"{cost:.2f}")
     return curve_findings(curve, seed=seed), words
 
 
@@ -154,12 +154,12 @@ def _inverted(
         pipeline=settings.pipeline, prompt=settings.prompts[0], steps=settings.inversion_steps, draws=4,
         device=settings.device, seed=target.seed,
     )  # fmt: skip
-    found = invert_files(
+    inversion = invert_files(
         [settings.image], how, lambda: world.space, out=target.output / "inversions", progress=progress
     )
     from netweight.data.images.pictures import decode_pictures
 
-    images = world.generate(torch.cat([found.scores, torch.zeros_like(found.scores)]))
+    images = world.generate(torch.cat([inversion.scores, torch.zeros_like(inversion.scores)]))
     size = (int(images.shape[3]), int(images.shape[4]))
     decoded = decode_pictures([[("the image", str(settings.image))]], of="the image", size=size, fit="crop")
     image = decoded.splits[0].float() / 255

@@ -101,10 +101,10 @@ def invert_loss(
     with progress.task("invert", settings.steps, unit="steps") as task:
         for step in range(settings.steps):
             scores = torch.cat([moved * unit, still], 1)
-            found = loss(space.changes(scores), torch_generator(seed, "step", step))
-            _check_losses(found, count, step)
-            losses.append(found.detach().float().cpu())
-            whole = found.sum()
+            errors = loss(space.changes(scores), torch_generator(seed, "step", step))
+            _check_losses(errors, count, step)
+            losses.append(errors.detach().float().cpu())
+            whole = errors.sum()
             if settings.prior:
                 whole = whole + 0.5 * settings.prior * (moved * unit / divisor).square().sum()
             adam.zero_grad(set_to_none=True)
@@ -175,10 +175,10 @@ class DenoisingLoss:
         )
         errors = (first - second).float().square()
         if self._masks is None:
-            found = errors.flatten(1).mean(1)
+            means = errors.flatten(1).mean(1)
         else:
-            found = (errors * self._masks).flatten(1).sum(1) / self._masks.expand_as(errors).flatten(1).sum(1)
-        return found.reshape(-1, self._each).mean(1)
+            means = (errors * self._masks).flatten(1).sum(1) / self._masks.expand_as(errors).flatten(1).sum(1)
+        return means.reshape(-1, self._each).mean(1)
 
 
 def _check_images(images: Tensor, prompts: Sequence[str], draws: int) -> None:
@@ -197,10 +197,10 @@ def _check_images(images: Tensor, prompts: Sequence[str], draws: int) -> None:
 
 
 def _check_size(model: TextToImage, latents: Tensor, images: Tensor) -> None:
-    wanted = model.initial_noise([0]).shape[1:]
-    if latents.shape[1:] != wanted:
+    expected = model.initial_noise([0]).shape[1:]
+    if latents.shape[1:] != expected:
         scale = images.shape[-1] / latents.shape[-1]
-        sides = " × ".join(str(round(side * scale)) for side in wanted[1:])
+        sides = " × ".join(str(round(side * scale)) for side in expected[1:])
         raise UsageError(
             f"The images are {images.shape[-2]} × {images.shape[-1]} pixels, and {model.name} makes {sides}.",
             cure="Cut and resize them to that size.",
@@ -298,7 +298,7 @@ def invert_targets(
             for place, value in zip(places, values, strict=True):
                 yield place, Outcome(value, error, seconds)
 
-    found = []
+    results = []
     with Job.open(folder, shared=True) as job:
         for result in job.map(alone, items, name=name, engine=engine, ordered=True):
             if not result.ok:
@@ -306,13 +306,13 @@ def invert_targets(
                     f"{result.config['name']!r} could not be inverted: {result.reason}",
                     cure=f"The points so far are stored in {job.folder / name}.jsonl.",
                 )
-            found.append(result.value)
+            results.append(result.value)
     origin = {
-        "distances": {name: value["distance"] for name, value in zip(names, found, strict=True)},
-        "improvements": {name: value["improvement"] for name, value in zip(names, found, strict=True)},
+        "distances": {name: value["distance"] for name, value in zip(names, results, strict=True)},
+        "improvements": {name: value["improvement"] for name, value in zip(names, results, strict=True)},
         "task": task.to_json(),
     }
-    scores = torch.tensor([value["scores"] for value in found], dtype=torch.float32)
+    scores = torch.tensor([value["scores"] for value in results], dtype=torch.float32)
     return NamedPoints(tuple(names), scores, scores_digest(space.scores), origin)
 
 
@@ -322,11 +322,13 @@ def _inverted(
     loss = _loss(model, targets, task)
     device = next(model.denoiser.parameters()).device
     with weights_fixed(model.denoiser):
-        found = invert_loss(space, loss, len(targets), task.settings, seed=task.seed, device=device, progress=progress)
+        inversion = invert_loss(
+            space, loss, len(targets), task.settings, seed=task.seed, device=device, progress=progress
+        )
     return [
         {"scores": scores, "distance": distance, "improvement": improvement}
         for scores, distance, improvement in zip(
-            found.scores.tolist(), found.distances.tolist(), found.improvements.tolist(), strict=True
+            inversion.scores.tolist(), inversion.distances.tolist(), inversion.improvements.tolist(), strict=True
         )
     ]
 
@@ -385,7 +387,7 @@ def generate_images(
         raise UsageError(f"Points {tuple(scores.shape)} cannot be appended to {tuple(before.shape)}.")
     text = model.embed(list(prompts) * (len(seeds) // len(prompts)))
     at_once = max(1, rows // len(seeds))
-    found = []
+    batches = []
     for start in range(0, len(scores), at_once):
         part = slice(start, start + at_once)
         count = len(scores[part])
@@ -395,8 +397,8 @@ def generate_images(
         with _held(model.denoiser, after, then, delay, groups):
             repeated = text.rows(list(range(len(seeds))) * count)
             images = model.generate(repeated, list(seeds) * count, guidance=guidance, steps=steps)
-        found.append(images.reshape(count, len(seeds), *images.shape[1:]))
-    return torch.cat(found)
+        batches.append(images.reshape(count, len(seeds), *images.shape[1:]))
+    return torch.cat(batches)
 
 
 def generate_differentiably(
@@ -437,8 +439,8 @@ def _held(
 
         def use(edited: bool) -> None:
             now.close()
-            if (wanted := after if edited else before) is not None:
-                now.enter_context(applied(denoiser, wanted, groups))
+            if (changes := after if edited else before) is not None:
+                now.enter_context(applied(denoiser, changes, groups))
 
         with switching(denoiser, delay, use):
             yield
@@ -457,7 +459,7 @@ def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str,
     """Return changes under the denoiser's own names, without the pipeline's name of it in front."""
     # `changes`: module → ΔW, shape `(…, rows, columns)`
     own = dict(denoiser.named_modules())
-    found = {}
+    renamed = {}
     for name, change in changes.items():
         part, _, rest = name.partition(".")
         if name not in own and part not in _DENOISERS:
@@ -465,5 +467,5 @@ def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str,
                 f"The space changes {name}, which is not a module of the denoiser.",
                 cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",
             )
-        found[name if name in own else rest] = change
-    return found
+        renamed[name if name in own else rest] = change
+    return renamed

@@ -117,17 +117,17 @@ def read_labels(
     path = Path(path)
     rows = read_rows(path, key=key)
     rows.need(key, *(columns or ()), by="")
-    known = {name: number for number, name in enumerate(names)}
-    seen: set[str] = set()
-    wanted = [column for column in rows.columns if column != key] if columns is None else list(columns)
-    found = {column: torch.full((len(names),), torch.nan, dtype=torch.float64) for column in wanted}
+    numbers = {name: number for number, name in enumerate(names)}
+    labeled: set[str] = set()
+    selected = [column for column in rows.columns if column != key] if columns is None else list(columns)
+    values_by_column = {column: torch.full((len(names),), torch.nan, dtype=torch.float64) for column in selected}
     for row in rows.rows:
-        name = _model(path, row, key, known, seen)
-        for column in wanted:
-            found[column][known[name]] = _number(path, name, column, row.values.get(column))
-    if not found:
+        name = _model(path, row, key, numbers, labeled)
+        for column in selected:
+            values_by_column[column][numbers[name]] = _number(path, name, column, row.values.get(column))
+    if not values_by_column:
         raise UsageError(f"{path} contains no label.", cure=f"Give at least one column beside {key!r}.")
-    return Labels(tuple(names), {name: LabelColumn(name, values) for name, values in found.items()})
+    return Labels(tuple(names), {name: LabelColumn(name, values) for name, values in values_by_column.items()})
 
 
 def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name") -> None:
@@ -135,19 +135,19 @@ def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name"
     read_rows(path, key=key).need(key, *columns, by="")
 
 
-def _model(path: Path, row: Row, key: str, known: Mapping[str, int], seen: set[str]) -> str:
+def _model(path: Path, row: Row, key: str, numbers: Mapping[str, int], labeled: set[str]) -> str:
     """The model that a row is about, checked."""
     if row.values.get(key) is None:
         raise UsageError(f"{path}, {row.where}, names no model.", cure=f"Give its name in the column {key!r}.")
     name = str(row.values[key]).strip()
-    if name not in known:
-        near = ", ".join(map(repr, nearest_names(name, known)))
+    if name not in numbers:
+        near = ", ".join(map(repr, nearest_names(name, numbers)))
         raise NameNotFound(
             f"{path} labels {name!r}, which is not in the space.", cure=f"Leave it out; the nearest names are {near}."
         )
-    if name in seen:
+    if name in labeled:
         raise UsageError(f"{path} labels {name!r} twice.", cure="Leave one of the two out.")
-    seen.add(name)
+    labeled.add(name)
     return name
 
 

@@ -60,15 +60,15 @@ def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, ove
     rank = how.rank
     if how.method != "linear" and rank is None and how.energy == 1:
         rank = max(change.rank for one in opened for change in one.factors.values())
-    kept = truncate(merged(opened, how), rank, how.energy)
+    truncation = truncate(merged(opened, how), rank, how.energy)
     weights = list(how.weights) or [1.0] * len(opened)
-    adapter = Adapter(kept.adapter.factors, _merged_vectors(opened, weights))
+    adapter = Adapter(truncation.adapter.factors, _merged_vectors(opened, weights))
     checked_modules(adapter, model)
     layouts = {plan.layout for plan in plans}
     layout = how.layout or (layout_like(plans[0], adapter, path) if len(layouts) == 1 else layout_for(adapter))
     first = plans[0]
     written = write_exported(
-        adapter, path, error=kept.relative_error, layout=layout, overwrite=overwrite,
+        adapter, path, error=truncation.relative_error, layout=layout, overwrite=overwrite,
         base=how.base or next((plan.base for plan in plans if plan.base), None),
         kernels={name: kernel for plan in plans for name, kernel in plan.kernels.items()},
         naming=next((naming for plan in plans if (naming := certain_naming(plan, layout))), None),
@@ -169,13 +169,13 @@ def _as_many(values: list[float], count: int, option: str) -> list[float]:
 def _trimmed(change: Tensor, how: MergeSettings, name: str, number: int) -> Tensor:
     """TIES keeps the largest entries; DARE random ones, which it enlarges so that their mean stays."""
     if how.method == "ties":
-        kept = max(1, int(how.density * change.numel()))
+        count = max(1, int(how.density * change.numel()))
         sizes = change.abs().flatten()
-        place = change.numel() - kept
+        place = change.numel() - count
         least = float(np.partition(sizes.numpy(), place)[place])
         chosen = sizes > least
         # Of equal entries at the threshold, the first ones, so that their number is exact.
-        ties = (sizes == least).nonzero().flatten()[: kept - int(chosen.sum())]
+        ties = (sizes == least).nonzero().flatten()[: count - int(chosen.sum())]
         chosen[ties] = True
         return change * chosen.view_as(change)
     draw = torch_generator(how.seed, "dare", name, number)

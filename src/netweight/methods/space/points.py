@@ -155,12 +155,12 @@ class Direction:
         try:
             vector = torch.tensor(data["vector"], dtype=torch.float64)
             findings = tuple(Finding.from_json(each) for each in data["findings"])
-            found = cls(**{**data, "vector": vector, "findings": findings})
+            direction = cls(**{**data, "vector": vector, "findings": findings})
         except (KeyError, TypeError, ValueError, UsageError) as error:
             raise CorruptBlob(f"This is not a direction: {error}.", cure="Find it again.") from None
-        if vector.ndim != 1 or not vector.isfinite().all() or not found.length > 0:
+        if vector.ndim != 1 or not vector.isfinite().all() or not direction.length > 0:
             raise CorruptBlob("The vector of this direction is not a finite vector.", cure="Find it again.")
-        return found
+        return direction
 
 
 def write_points(points: NamedPoints, path: str | Path, *, overwrite: bool = False) -> None:
@@ -174,9 +174,9 @@ def read_points(path: str | Path) -> NamedPoints:
     """Read points."""
 
     def made(values: dict[str, Any]) -> NamedPoints:
-        found = values["points"]
-        scores = torch.tensor(found["scores"], dtype=torch.float32)
-        return NamedPoints(tuple(found["names"]), scores, found["space"], found["origin"])
+        record = values["points"]
+        scores = torch.tensor(record["scores"], dtype=torch.float32)
+        return NamedPoints(tuple(record["names"]), scores, record["space"], record["origin"])
 
     return read_record(path, made, version=POINTS_VERSION, of="points of a space")
 
@@ -245,14 +245,14 @@ def nearest_distances(points: Tensor, others: Tensor | None = None, *, rank: int
     among = points if others is None else others.detach().double().cpu()
     if rank > len(among) - (others is None):
         raise UsageError(f"There is no neighbor number {rank} among {len(among)} models.", cure="Give more models.")
-    found = []
+    smallest = []
     for number, part in enumerate(torch.split(points, _AT_ONCE)):
         apart = distances(part, among)
         if others is None:
             rows = torch.arange(len(part))
             apart[rows, number * _AT_ONCE + rows] = torch.inf
-        found.append(apart.kthvalue(rank, dim=1).values)
-    return torch.cat(found)
+        smallest.append(apart.kthvalue(rank, dim=1).values)
+    return torch.cat(smallest)
 
 
 def row_of(name: str, names: Sequence[str]) -> int:
@@ -374,8 +374,8 @@ class KernelSampler:
         mean, deviations = self.scores.mean(0), self.scores.std(0, correction=0)
         chosen = _rows(seed, _positive(count), len(self.scores))
         noise = torch.stack([_noise(seed, number, self.scores.shape[1]) for number in range(count)])
-        kept = (1 - self.bandwidth**2) ** 0.5
-        points: Tensor = mean + kept * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise
+        shrinkage = (1 - self.bandwidth**2) ** 0.5
+        points: Tensor = mean + shrinkage * (self.scores[chosen] - mean) + self.bandwidth * deviations * noise
         return points.float()
 
 
@@ -417,13 +417,13 @@ class ConditionalSampler:
             column.check()
         if not emphasis > 0:
             raise UsageError(f"Attributes cannot be multiplied with {emphasis}.", cure="Give an emphasis above 0.")
-        known = torch.stack([column.known for column in chosen]).all(0)
-        if len(scores) != len(known) or int(known.sum()) < len(names) + 3:
+        labeled = torch.stack([column.known for column in chosen]).all(0)
+        if len(scores) != len(labeled) or int(labeled.sum()) < len(names) + 3:
             raise UsageError(
-                f"{int(known.sum())} of {len(scores)} models have all of the {len(names)} labels, which is too few.",
+                f"{int(labeled.sum())} of {len(scores)} models have all of the {len(names)} labels, which is too few.",
                 cure="Label more models, or name fewer columns.",
             )
-        ours, values = _checked(scores)[known], torch.stack([column.values[known] for column in chosen], 1)
+        ours, values = _checked(scores)[labeled], torch.stack([column.values[labeled] for column in chosen], 1)
         sides = torch.cat([values, torch.ones(len(values), 1, dtype=torch.float64)], 1)
         solved = torch.linalg.lstsq(sides, ours, driver="gelsd").solution
         rest = KernelSampler.fit(ours - sides @ solved, bandwidth=bandwidth)
@@ -439,19 +439,19 @@ class ConditionalSampler:
                 near = ", ".join(map(repr, nearest_names(name, self.columns)))
                 raise NameNotFound(f"There is no attribute {name!r} in the sampler.", cure=f"The nearest are {near}.")
         places = [self.columns.index(name) for name in given]
-        wanted = torch.tensor(list(given.values()), dtype=torch.float64)
-        pool = self._alike(places, wanted)
+        attributes = torch.tensor(list(given.values()), dtype=torch.float64)
+        pool = self._alike(places, attributes)
         values = self.values[pool[_rows(seed, _positive(count), len(pool), "attributes")]].clone()
-        values[:, places] = wanted
+        values[:, places] = attributes
         mean = self.values.mean(0)
         shown = mean + self.emphasis * (values - mean)
         return (self.center + shown @ self.effects + self.rest.draw(count, seed=seed).double()).float()
 
-    def _alike(self, places: Sequence[int], wanted: Tensor) -> Tensor:
+    def _alike(self, places: Sequence[int], attributes: Tensor) -> Tensor:
         """The labeled models whose attributes may go with those that are given."""
         if not places:
             return torch.arange(len(self.values))
-        apart = ((self.values[:, places] - wanted) / self.values[:, places].std(0)).square().sum(1)
+        apart = ((self.values[:, places] - attributes) / self.values[:, places].std(0)).square().sum(1)
         return apart.argsort(stable=True)[: max(10, len(self.values) // 10)]
 
 
@@ -496,8 +496,8 @@ def _likeliest_bandwidth(scores: Tensor) -> float:
     squares = products.diagonal()
 
     def likelihood(bandwidth: float) -> float:
-        kept = (1 - bandwidth**2) ** 0.5
-        apart = squares[:, None] + kept**2 * squares - 2 * kept * products
+        shrinkage = (1 - bandwidth**2) ** 0.5
+        apart = squares[:, None] + shrinkage**2 * squares - 2 * shrinkage * products
         log = -apart / (2 * bandwidth**2)
         log.fill_diagonal_(-torch.inf)
         return float(log.logsumexp(1).mean()) - some.shape[1] * math.log(bandwidth)

@@ -40,18 +40,18 @@ class _WeightNetwork(nn.Module):
     def __init__(self, modules: int, outputs: int) -> None:
         super().__init__()
         self.left, self.right = (nn.Parameter(torch.randn(modules, _SIDE, _WIDTH) / _SIDE**0.5) for _ in range(2))
-        seen = modules * (_WIDTH**2 + 1)
+        features = modules * (_WIDTH**2 + 1)
         self.head = nn.Sequential(
-            nn.BatchNorm1d(seen), nn.Dropout(_NOISE), nn.Linear(seen, _HIDDEN), nn.GELU(),
+            nn.BatchNorm1d(features), nn.Dropout(_NOISE), nn.Linear(features, _HIDDEN), nn.GELU(),
             nn.Dropout(_NOISE), nn.Linear(_HIDDEN, outputs),
         )  # fmt: skip
 
     def forward(self, changes: Tensor) -> Tensor:
         """Read changes."""
-        seen = torch.einsum("mak,nmab,mbl->nmkl", self.left, changes, self.right)
+        features = torch.einsum("mak,nmab,mbl->nmkl", self.left, changes, self.right)
         sizes = changes.flatten(2).norm(dim=2, keepdim=True).log1p()
-        found: Tensor = self.head(torch.cat([seen.flatten(2), sizes], 2).flatten(1))
-        return found
+        outputs: Tensor = self.head(torch.cat([features.flatten(2), sizes], 2).flatten(1))
+        return outputs
 
 
 @final
@@ -93,7 +93,7 @@ def predict(
     for name in columns:
         labels[name].check(folds)
     binary = [labels[name].kind == "binary" for name in columns]
-    wanted = torch.stack([
+    targets = torch.stack([
         torch.where(one.known, one.positive.double(), torch.nan) if of_class else one.values
         for one, of_class in zip((labels[name] for name in columns), binary, strict=True)
     ], 1)  # fmt: skip
@@ -101,26 +101,26 @@ def predict(
     stacks = read_blocks(bank, len(bank), description="Reading adapters", progress=progress)
     rows = torch.cat([sketch.rows(stack) for _, stack in stacks])
     others = [_row(adapter, sketch) for adapter in adapters.values()]
-    among = folds_of("predict", wanted[:, 0].nan_to_num(), binary[0], folds, seed)
-    said = torch.zeros(2, *wanted.shape, dtype=torch.float64)
+    among = folds_of("predict", targets[:, 0].nan_to_num(), binary[0], folds, seed)
+    said = torch.zeros(2, *targets.shape, dtype=torch.float64)
     with progress.task("Reading weights", folds + 1, unit="fits") as task:
         for fold in range(folds):
             inside = among == fold
-            said[:, inside] = _read(sketch, rows[~inside], wanted[~inside], rows[inside], binary, seed)
+            said[:, inside] = _read(sketch, rows[~inside], targets[~inside], rows[inside], binary, seed)
             task.update()
         findings = [
-            [_score(f"{name}, {reader}", wanted[:, place], said[which, :, place], among, binary[place], seed)
+            [_score(f"{name}, {reader}", targets[:, place], said[which, :, place], among, binary[place], seed)
              for which, reader in enumerate(READERS)]
             for place, name in enumerate(columns)
         ]  # fmt: skip
-        unknown = wanted.isnan().any(1)
+        unknown = targets.isnan().any(1)
         names = [*(one for one, lacks in zip(bank.names, unknown.tolist(), strict=True) if lacks), *adapters]
         values: dict[str, dict[str, float]] = {name: {} for name in names}
         if names:
-            found = _read(sketch, rows, wanted, torch.cat([rows[unknown], *others]), binary, seed)
+            predictions = _read(sketch, rows, targets, torch.cat([rows[unknown], *others]), binary, seed)
             for place, column in enumerate(columns):
                 better = max((0, 1), key=lambda which: float(findings[place][which].value or 0))
-                read = found[better, :, place].sigmoid() if binary[place] else found[better, :, place]
+                read = predictions[better, :, place].sigmoid() if binary[place] else predictions[better, :, place]
                 for name, value in zip(names, read.tolist(), strict=True):
                     values[name][column] = value
         task.update()
@@ -138,25 +138,25 @@ def _row(adapter: Adapter, sketch: Sketch) -> Tensor:
 
 
 def _score(what: str, values: Tensor, said: Tensor, among: Tensor, binary: bool, seed: int) -> Finding:
-    known = ~values.isnan()
+    labeled = ~values.isnan()
     how: Any = {"binary": binary, "seed": seed, "detail": {"folds": int(among.max()) + 1}}
-    return held_out_score(what, values[known], said[known].double(), among[known], **how)
+    return held_out_score(what, values[labeled], said[labeled].double(), among[labeled], **how)
 
 
-def _read(sketch: Sketch, there: Tensor, wanted: Tensor, here: Tensor, binary: Sequence[bool], seed: int) -> Tensor:
+def _read(sketch: Sketch, there: Tensor, targets: Tensor, here: Tensor, binary: Sequence[bool], seed: int) -> Tensor:
     """Return both readers' predictions for others, shape `(2, n, columns)`; log-odds of classes."""
     design, probes = Design.of(there), []
-    for values, of_class in zip(wanted.T, binary, strict=True):
+    for values, of_class in zip(targets.T, binary, strict=True):
         weights = (~values.isnan()).double()
         fit = logistic(design, values > 0, weights) if of_class else ridge(design, values.nan_to_num(), weights)
         probes.append(fit(here))
     classes = torch.tensor(binary)
-    center = torch.where(classes, 0.0, wanted.nanmean(0))
-    spread = torch.where(classes, 1.0, (wanted - center).square().nanmean(0).sqrt())
+    center = torch.where(classes, 0.0, targets.nanmean(0))
+    spread = torch.where(classes, 1.0, (targets - center).square().nanmean(0).sqrt())
     size = (changes := _changes(sketch, there)).square().sum((0, 2, 3)).div(len(there)).sqrt().clamp_min(1e-30)
     scale, said = size[:, None, None], torch.zeros(len(here), len(binary))
     for number in range(_NETWORKS):
-        network = _fitted(changes / scale, (wanted - center) / spread, classes, derive(seed, "network", number))
+        network = _fitted(changes / scale, (targets - center) / spread, classes, derive(seed, "network", number))
         said += network(_changes(sketch, here) / scale) / _NETWORKS
     return torch.stack([said * spread + center, torch.stack(probes, 1)])
 
@@ -172,18 +172,18 @@ def _changes(sketch: Sketch, rows: Tensor) -> Tensor:
 
 
 @torch.enable_grad()
-def _fitted(changes: Tensor, wanted: Tensor, classes: Tensor, seed: int) -> _WeightNetwork:
-    known, wanted = ~wanted.isnan(), wanted.nan_to_num().float()
+def _fitted(changes: Tensor, targets: Tensor, classes: Tensor, seed: int) -> _WeightNetwork:
+    labeled, targets = ~targets.isnan(), targets.nan_to_num().float()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        network = _WeightNetwork(changes.shape[1], wanted.shape[1])
+        network = _WeightNetwork(changes.shape[1], targets.shape[1])
         optimizer = torch.optim.AdamW(network.parameters(), _RATE, weight_decay=_DECAY)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, _STEPS)
         for _ in range(_STEPS):
             batch = torch.randperm(len(changes))[:_BATCH]
-            said, truth = network(changes[batch]), wanted[batch]
+            said, truth = network(changes[batch]), targets[batch]
             errors = nn.functional.binary_cross_entropy_with_logits(said, truth.clamp(0, 1), reduction="none")
-            loss = (torch.where(classes, errors, (said - truth).square()) * known[batch]).mean()
+            loss = (torch.where(classes, errors, (said - truth).square()) * labeled[batch]).mean()
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()

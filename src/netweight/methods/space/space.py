@@ -131,11 +131,11 @@ class WeightSpace:
         fitted = bank
         if config.strengths == "normalized" and not isinstance(bank, NormalizedBank):
             fitted, origin["strength"] = normalized(bank, progress)
-        found = fit_bank(fitted, config, Work(None if folder is None else Path(folder), engine, progress))
-        deviations = found.variances.sqrt().float()
+        result = fit_bank(fitted, config, Work(None if folder is None else Path(folder), engine, progress))
+        deviations = result.variances.sqrt().float()
         return cls(
-            tuple(bank.names), len(bank), found.scores, deviations, fingerprints(bank), dict(bank.shapes), found.basis,
-            config, found.accuracy, bank.digest, origin,
+            tuple(bank.names), len(bank), result.scores, deviations, fingerprints(bank), dict(bank.shapes),
+            result.basis, config, result.accuracy, bank.digest, origin,
         )  # fmt: skip
 
     def __repr__(self) -> str:
@@ -239,25 +239,25 @@ class WeightSpace:
         Raises:
             UsageError: The bank begins with others, changes other modules, or has none that are new.
         """
-        known = len(self.names)
+        count = len(self.names)
         check_modules(bank.shapes, self.shapes, what="The bank")
         if (
-            len(bank) <= known
-            or list(bank.names[:known]) != list(self.names)
-            or not same_fingerprints((marks := fingerprints(bank))[:known], self.fingerprints)
+            len(bank) <= count
+            or list(bank.names[:count]) != list(self.names)
+            or not same_fingerprints((marks := fingerprints(bank))[:count], self.fingerprints)
         ):
             raise UsageError(
-                f"The bank is not that of the space with more adapters: the space has {known}, the bank {len(bank)}.",
+                f"The bank is not that of the space with more adapters: the space has {count}, the bank {len(bank)}.",
                 cure="Append to the bank that the space was fitted to, or fit a new one.",
             )
-        found = [
+        projections = [
             self.basis.project(self._normalized(stack))
-            for _, stack in read_blocks(bank, len(bank), description="New adapters", progress=progress, first=known)
+            for _, stack in read_blocks(bank, len(bank), description="New adapters", progress=progress, first=count)
         ]
-        scores, squares = (torch.cat(parts) for parts in zip(*found, strict=True))
+        scores, squares = (torch.cat(parts) for parts in zip(*projections, strict=True))
         scores = torch.cat([self.scores, scores])
         space = replace(self, names=tuple(bank.names), scores=scores, fingerprints=marks)
-        return Appended(space, len(bank) - known, float(scores[known:].square().sum() / squares.sum()))
+        return Appended(space, len(bank) - count, float(scores[count:].square().sum() / squares.sum()))
 
     def _check(self, scores: Tensor, dimensions: tuple[int, ...]) -> None:
         if scores.ndim not in dimensions or scores.shape[-1] != self.components:
@@ -400,8 +400,8 @@ def _read_space(folder: Path, bank: Bank | None) -> WeightSpace:
     rows: RowBasis | None = None
     writer: RowLayout | Sketch | None = None
     if "components" in numbers:
-        found = (numbers.get(name) for name in _ROWS)
-        rows = RowBasis(**dict(zip(_ROWS, found, strict=True)), total=about["total"])  # type: ignore[arg-type]
+        tensors = (numbers.get(name) for name in _ROWS)
+        rows = RowBasis(**dict(zip(_ROWS, tensors, strict=True)), total=about["total"])  # type: ignore[arg-type]
     if "layout" in about:
         writer = RowLayout(dict(sorted(shapes.items())), about["layout"]["ranks"], about["layout"]["scales"])
     elif "side" in about:
@@ -470,12 +470,12 @@ def _bank_at(folder: Path, place: str | None) -> AdapterBank:
     )
 
 
-def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], known: Tensor) -> None:
+def _check_bank(bank: Bank, digest: str, fitted: Sequence[str], marks: Tensor) -> None:
     """Refuse a bank that is neither the one of the fit nor that one grown."""
     if bank.digest == digest:
         return
     if list(bank.names[: len(fitted)]) == list(fitted):
-        if same_fingerprints(fingerprints(bank, len(fitted)), known):
+        if same_fingerprints(fingerprints(bank, len(fitted)), marks):
             return
     raise UsageError(
         f"This is another bank than the space was fitted to: its digest is {bank.digest}, not {digest}, and its first "
@@ -555,12 +555,17 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
         raise UsageError(f"{folder} has scores of {most} components, not of {count}.", cure=f"Ask for 1 to {most}.")
     layout = published_layout(folder / "V.pt", length, stable_diffusion=stable_diffusion)
     order, rows = _in_our_order(layout)
-    found = vectors[:, :count].T.float()[:, order].contiguous()
+    components_by_variance = vectors[:, :count].T.float()[:, order].contiguous()
     scores, mean, std = scores[:, :count].float().contiguous(), mean[order], std[order]
-    for name, value in (("V.pt", found), (scores_files[0].name, scores), ("mean.pt", mean), ("std.pt", std)):
+    for name, value in (
+        ("V.pt", components_by_variance),
+        (scores_files[0].name, scores),
+        ("mean.pt", mean),
+        ("std.pt", std),
+    ):
         if not value.isfinite().all():
             raise CorruptBlob(f"{folder / name} contains NaN or infinity.", cure="Fetch the file again.")
-    error = orthonormality(found)
+    error = orthonormality(components_by_variance)
     if error > _UNIT:
         raise CorruptBlob(
             f"{folder / 'V.pt'}: its components are not orthonormal, by {error:.1e}.", cure="Fetch the file again."
@@ -570,7 +575,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     return WeightSpace(
         names=tuple(model_names(len(scores))), fitted=len(scores), scores=scores,
         deviations=variances.sqrt().float(), shapes=dict(rows.shapes),
-        basis=Basis(None, RowBasis(mean, std, found, variances, total), rows),
+        basis=Basis(None, RowBasis(mean, std, components_by_variance, variances, total), rows),
         fingerprints=torch.zeros(len(scores), dtype=torch.float64),  # no adapter is there to be known again
         config=FitSettings(components=count, representation="factors"),
         accuracy=Accuracy("published", min(1.0, float(variances.sum()) / total), error),

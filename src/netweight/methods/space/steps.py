@@ -73,8 +73,8 @@ def check_sample(source: Path | None, settings: SampleSettings) -> None:
 
 
 def _drawn(points: Path) -> tuple[Tensor, Tensor]:
-    space, _, found = points_in(points, "")
-    return found.scores, space.scores
+    space, _, named = points_in(points, "")
+    return named.scores, space.scores
 
 
 def moves_of(space: WeightSpace, settings: EditSettings) -> list[Move]:

@@ -137,7 +137,7 @@ def build_view(
 
 
 def _steps(space: WeightSpace, directions: Sequence[Direction], components: int) -> list[_Step]:
-    found = []
+    steps = []
     for direction in directions:
         direction.check(space.scores)
         said = "; ".join(
@@ -146,16 +146,16 @@ def _steps(space: WeightSpace, directions: Sequence[Direction], components: int)
             for finding in direction.findings
             if isinstance(finding.value, float)
         )
-        found.append(_Step(direction.name, "direction", direction.step(1.0).float(), said))
+        steps.append(_Step(direction.name, "direction", direction.step(1.0).float(), said))
     variances = space.deviations.double().square()
     for number in range(components):
         vector = torch.zeros(space.components)
         vector[number] = space.deviations[number]
         share = 100 * float(variances[number] / variances.sum())
-        found.append(
+        steps.append(
             _Step(f"component {number + 1}", "component", vector, f"{share:.1f} % of the variance in the space")
         )
-    return found
+    return steps
 
 
 def _images(
@@ -167,7 +167,7 @@ def _images(
     seeds: int | None = None,
 ) -> NDArray[np.uint8]:
     """Images of points, shape `(points, seeds, height, width, 3)`; `seeds` limits the number of noises."""
-    chosen, found = settings.seeds[:seeds], []
+    chosen, batches = settings.seeds[:seeds], []
     prompts = settings.prompts[:seeds] if len(settings.prompts) > 1 else settings.prompts
     device = next(model.denoiser.parameters()).device
     for part in torch.split(points, max(1, settings.rows // len(chosen))):
@@ -175,9 +175,9 @@ def _images(
             model, space, part.to(device), prompts, chosen, guidance=settings.guidance, steps=settings.steps,
             rows=settings.rows,
         )  # fmt: skip
-        found.append((images * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy())
+        batches.append((images * 255).round().to(torch.uint8).permute(0, 1, 3, 4, 2).numpy())
         task.update(len(part) * len(chosen))
-    return np.concatenate(found)
+    return np.concatenate(batches)
 
 
 def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderSettings) -> dict[str, str]:
@@ -197,8 +197,8 @@ def _thinned(n: int, most: int) -> list[int]:
     # `most`: how many to show, at least 1
     if most < 1:
         raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
-    found: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
-    return found
+    numbers: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
+    return numbers
 
 
 def _map_of(
@@ -207,7 +207,7 @@ def _map_of(
     """Put models on a map of the first components."""
     # `faces`: a picture of each, shape `(shown, height, width, 3)`
     names = [space.names[number] for number in shown]
-    known = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
+    attributes = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
     scores = space.scores[list(shown)]
     fewer = f"{len(shown)} of {len(space.names)} are shown. " if len(shown) < len(space.names) else ""
     return AdapterMap(
@@ -215,7 +215,7 @@ def _map_of(
         _coordinates(space, scores),
         [f"component {number + 1} (σ)" for number in range(min(_AXES, space.components))],
         faces,
-        {name: [None if value != value else value for value in values.tolist()] for name, values in known.items()},
+        {name: [None if value != value else value for value in values.tolist()] for name, values in attributes.items()},
         _nearest(space, scores, shown, neighbors, themselves=True),
         f"{fewer}Its picture is painted at its place in the space of {space.components} components.",
     )
@@ -235,8 +235,8 @@ def _coordinates(space: WeightSpace, points: Tensor) -> NDArray[np.float64]:
     """First components in standard deviations; one in which no model differs is 0 everywhere."""
     axes = min(_AXES, space.components)
     scale = space.deviations[:axes].double().clamp_min(torch.finfo(torch.float32).tiny)
-    found: NDArray[np.float64] = (points[:, :axes].double() / scale).numpy()
-    return found
+    coordinates: NDArray[np.float64] = (points[:, :axes].double() / scale).numpy()
+    return coordinates
 
 
 def _nearest(
@@ -252,8 +252,8 @@ def _nearest(
     cosines = torch.nn.functional.normalize(points.double() - center) @ towards.T
     if themselves:
         cosines.fill_diagonal_(-torch.inf)
-    found = cosines.topk(count)
-    return NearestAdapters(found.indices.numpy(), found.values.numpy())
+    best = cosines.topk(count)
+    return NearestAdapters(best.indices.numpy(), best.values.numpy())
 
 
 def live_pipeline(
@@ -284,8 +284,8 @@ def live_pipeline(
         "groups": unet.config.norm_num_groups, "eps": unet.config.norm_eps,
         "heads": next((each.heads for each in unet.modules() if hasattr(each, "heads")), 1),
     }  # fmt: skip
-    found = LivePipeline({**tensors, **weights}, config, reader.reads if reader else ())
-    return found if found.nbytes <= _MOST else f"it would take {found.nbytes / 1e6:.1f} MB of the page"
+    live = LivePipeline({**tensors, **weights}, config, reader.reads if reader else ())
+    return live if live.nbytes <= _MOST else f"it would take {live.nbytes / 1e6:.1f} MB of the page"
 
 
 def _unfit(pipeline: Any, space: WeightSpace) -> str:
@@ -315,8 +315,8 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
     for step in scheduler.timesteps:
         given = float(copy.deepcopy(fresh).scale_model_input(zero + 1, step))
         keep, more = (
-            float(copy.deepcopy(fresh).step(found, step, latents, return_dict=False)[0])
-            for found, latents in ((zero, zero + 1), (zero + 1, zero))
+            float(copy.deepcopy(fresh).step(prediction, step, latents, return_dict=False)[0])
+            for prediction, latents in ((zero, zero + 1), (zero + 1, zero))
         )
         rows.append([given, keep, more])
         guess = noise.roll(len(rows), -1)  # any prediction will do to compare both
@@ -330,19 +330,19 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
     unet = pipeline.unet
     times = torch.cat([unet.time_embedding(unet.time_proj(step[None]).to(noise)) for step in scheduler.timesteps])
     texts = model.embed(list(prompts) * (count // len(prompts))).states
-    found = {"noise": start.permute(0, 2, 3, 1), "text": texts, "empty": model.embed([""]).states, "times": times}
-    return {name: _floats(value) for name, value in {**found, "schedule": torch.tensor(rows)}.items()}
+    tensors = {"noise": start.permute(0, 2, 3, 1), "text": texts, "empty": model.embed([""]).states, "times": times}
+    return {name: _floats(value) for name, value in {**tensors, "schedule": torch.tensor(rows)}.items()}
 
 
 def _eight_bits(name: str, ups: Tensor, downs: Tensor) -> dict[str, NDArray[Any]]:
     """Factors of a module, shapes `(n, rows, rank)` and `(n, rank, columns)`, side by side, and a size of each."""
-    found, sizes = {}, torch.ones(len(ups) * downs.shape[1])
+    tensors, sizes = {}, torch.ones(len(ups) * downs.shape[1])
     for part, values in (("ups", ups.permute(1, 0, 2)), ("downs", downs.permute(2, 0, 1))):
         flat = values.flatten(1).float()
         size = flat.abs().amax(0).clamp_min(torch.finfo(torch.float32).tiny) / 127
-        found[f"{part}.{name}"] = (flat / size).round().to(torch.int8).numpy()
+        tensors[f"{part}.{name}"] = (flat / size).round().to(torch.int8).numpy()
         sizes = sizes * size
-    return {**found, f"sizes.{name}": _floats(sizes)}
+    return {**tensors, f"sizes.{name}": _floats(sizes)}
 
 
 def _layers(network: nn.Sequential) -> tuple[list[list[Any]], dict[str, NDArray[Any]]]:

@@ -246,12 +246,12 @@ def _check_images(what: str, images: Any, lead: tuple[int | None, ...]) -> None:
     """Lead is what stands before height, width, 3; None for any number above 0."""
     shape: tuple[int, ...] = images.shape if isinstance(images, np.ndarray) else ()
     fits = len(shape) == len(lead) + 3 and shape[-1] == 3 and 0 not in shape
-    fits = fits and all(want in (None, found) for want, found in zip(lead, shape, strict=False))
+    fits = fits and all(want in (None, side) for want, side in zip(lead, shape, strict=False))
     if not fits or images.dtype != np.uint8:
-        wanted = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
+        expected = ", ".join(["any" if each is None else str(each) for each in lead] + ["height", "width", "3"])
         raise UsageError(
             f"{what} have shape {shape} and type {getattr(images, 'dtype', type(images).__name__)}.",
-            cure=f"Give a numpy array, uint8, of shape ({wanted}), all of one size.",
+            cure=f"Give a numpy array, uint8, of shape ({expected}), all of one size.",
         )
 
 
@@ -262,12 +262,12 @@ def _check_coordinates(what: str, coordinates: NDArray[np.float64], shape: tuple
 
 
 def _check_label(name: str, values: Sequence[Any], n: int) -> None:
-    known = [each for each in values if each is not None]
+    present = [each for each in values if each is not None]
     if len(values) != n:
         raise UsageError(f"The label {name!r} has {len(values)} values for {n} adapters.")
-    if not (all(isinstance(each, str) for each in known) or all(isinstance(each, _NUMBER) for each in known)):
+    if not (all(isinstance(each, str) for each in present) or all(isinstance(each, _NUMBER) for each in present)):
         raise UsageError(f"The label {name!r} mixes texts and numbers.", cure="Give one kind, and None for unknown.")
-    if not all(isinstance(each, str) or math.isfinite(each) for each in known):
+    if not all(isinstance(each, str) or math.isfinite(each) for each in present):
         raise UsageError(f"A value of the label {name!r} is NaN or infinite.", cure="Give None for unknown.")
 
 
@@ -287,8 +287,8 @@ def _check_finite(what: str, values: NDArray[np.float64]) -> None:
 
 
 def _repeated(names: Sequence[str]) -> str | None:
-    seen: set[str] = set()
-    return next((name for name in names if name in seen or seen.add(name)), None)  # type: ignore[func-returns-value]
+    earlier: set[str] = set()
+    return next((name for name in names if name in earlier or earlier.add(name)), None)  # type: ignore[func-returns-value]
 
 
 _HERE = "netweight.methods.space.view"
