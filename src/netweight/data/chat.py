@@ -93,16 +93,16 @@ class ChatTemplate:
     def _sides(self, messages: Sequence[Message], answer: Sequence[Message]) -> tuple[str, str]:
         error = ""
         for form in (_as_it_is, _system_first, _alternating):
-            asked = form(messages)
+            prompt = form(messages)
             try:
-                before = self._render(asked, add_generation_prompt=True)
-                whole = self._render([*asked, *answer], add_generation_prompt=False) if answer else ""
+                before = self._render(prompt, add_generation_prompt=True)
+                whole = self._render([*prompt, *answer], add_generation_prompt=False) if answer else ""
             except _TemplateRefusal as refusal:
                 error = error or str(refusal)
                 continue
-            if form is _as_it_is and not _shows_system(asked, before):
+            if form is _as_it_is and not _shows_system(prompt, before):
                 continue
-            before = before + self._header(asked, before)
+            before = before + self._header(prompt, before)
             return before, self._answer(before, whole, answer) if answer else ""
         raise UnusableText(f"the chat template refuses the conversation ({error or 'it leaves out the system turn'})")
 
@@ -160,9 +160,9 @@ class ChatTemplate:
         The text of a turn's end is what a model learned to write when an answer is over, whatever the tokenizer calls
         its end of sequence.
         """
-        asked: list[Message] = [{"role": "user", "content": "Hi"}]
+        prompt: list[Message] = [{"role": "user", "content": "Hi"}]
         try:
-            whole = self._render([*asked, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
+            whole = self._render([*prompt, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
         except _TemplateRefusal:
             return ""
         return whole.rpartition(_PROBE)[2] if _PROBE in whole else ""

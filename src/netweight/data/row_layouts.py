@@ -212,8 +212,8 @@ class Layout:
             UnusableText: It is missing, empty or no text.
         """
         column = self.columns["prompt"]
-        asked = _alpaca_prompt(values) if self.alpaca else text_of(values.get(column), column)
-        return _after_context(asked, values, self)
+        prompt = _alpaca_prompt(values) if self.alpaca else text_of(values.get(column), column)
+        return _after_context(prompt, values, self)
 
     def question(self, values: Mapping[str, Any]) -> Text:
         """Return what a model is asked: a prompt, or a conversation up to its last turn of a user.
@@ -222,16 +222,16 @@ class Layout:
             UnusableText: It is missing or empty, or no turn is a user's.
         """
         if self.conversation is None:
-            asked, name = self.prompt(values), self.columns["prompt"]
+            question, name = self.prompt(values), self.columns["prompt"]
         else:
-            asked, name = text_of(values.get(self.conversation), self.conversation), self.conversation
-            asked = _after_context(asked, values, self)
-        if isinstance(asked, str):
-            return asked
-        last = max((place for place, each in enumerate(asked) if each["role"] == "user"), default=None)
+            question, name = text_of(values.get(self.conversation), self.conversation), self.conversation
+            question = _after_context(question, values, self)
+        if isinstance(question, str):
+            return question
+        last = max((place for place, each in enumerate(question) if each["role"] == "user"), default=None)
         if last is None:
             raise UnusableText(f"{name} contains no turn of a user")
-        return asked[: last + 1]
+        return question[: last + 1]
 
 
 def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
@@ -274,10 +274,10 @@ def with_shared_prompt(layout: Layout, names: Sequence[str], rows: Iterable[Mapp
         return layout
     for values in rows:
         try:
-            asked = text_of(values.get(column), column)
+            conversation = text_of(values.get(column), column)
         except UnusableText:
             continue  # named when the row is read
-        if isinstance(asked, str) or asked[-1]["role"] != "user":
+        if isinstance(conversation, str) or conversation[-1]["role"] != "user":
             return layout
     return replace(layout, columns={**layout.columns, "prompt": column})
 
@@ -322,9 +322,9 @@ def without_prompt(answer: Text, prompt: Text) -> Text:
     """
     if isinstance(answer, str) or len(answer) < 2:
         return answer
-    asked = _turns(prompt)
-    begins = tuple(answer[: len(asked)])
-    return tuple(answer[len(asked) :]) if len(asked) < len(answer) and begins == asked else answer
+    turns = _turns(prompt)
+    begins = tuple(answer[: len(turns)])
+    return tuple(answer[len(turns) :]) if len(turns) < len(answer) and begins == turns else answer
 
 
 def like_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
@@ -338,10 +338,10 @@ def like_turns(prompt: Text, *answers: Text) -> tuple[Text, ...]:
     turned = [_turns(each, "assistant") for each in answers]
     if any(each[0]["role"] != "assistant" for each in turned):
         raise UnusableText("an answer is not a turn of the assistant")
-    asked = _turns(prompt)
-    if asked[-1]["role"] == "assistant":
+    turns = _turns(prompt)
+    if turns[-1]["role"] == "assistant":
         raise UnusableText("the prompt ends with a turn of the assistant, so that the answer would follow an answer")
-    return asked, *turned
+    return turns, *turned
 
 
 def _turns(text: Text, role: str = "user") -> tuple[Message, ...]:

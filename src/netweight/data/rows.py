@@ -88,20 +88,20 @@ class RowErrors:
 
     name: str
     """The source, for messages."""
-    found: dict[str, list[str]] = field(default_factory=dict)
+    by_row: dict[str, list[str]] = field(default_factory=dict)
     """Errors by the row's place."""
 
     def add(self, where: str, error: str) -> None:
         """Note what is wrong with a row."""
-        known = self.found.setdefault(where, [])
-        if error not in known:
-            known.append(error)
+        errors = self.by_row.setdefault(where, [])
+        if error not in errors:
+            errors.append(error)
 
     def refuse(self, cure: str) -> None:
         """Raise if anything was wrong."""
-        if not self.found:
+        if not self.by_row:
             return
-        count = f"{len(self.found)} rows" if len(self.found) > 1 else "a row"
+        count = f"{len(self.by_row)} rows" if len(self.by_row) > 1 else "a row"
         raise UsageError(f"{self.name} has {count} that cannot be used. {self._named()}.", cure=cure)
 
     def settle(self, unusable: Unusable, rows: int, report: Report, *, cure: str = CURE) -> None:
@@ -116,15 +116,15 @@ class RowErrors:
         Raises:
             UsageError: Rows cannot be used and are not to be left out, or no row remains.
         """
-        if unusable == "refuse" or len(self.found) >= rows:
+        if unusable == "refuse" or len(self.by_row) >= rows:
             self.refuse(cure if unusable == "refuse" else "Correct these rows: no other row remains.")
-        elif self.found:
-            report(f"{self.name}: {len(self.found)} of {rows} rows were left out. {self._named()}.")
+        elif self.by_row:
+            report(f"{self.name}: {len(self.by_row)} of {rows} rows were left out. {self._named()}.")
 
     def _named(self) -> str:
         """The first bad rows with what is wrong, and how many more there are."""
-        named = "; ".join(f"{where}: {', '.join(errors)}" for where, errors in list(self.found.items())[:_NAMED])
-        return named + (f"; and {len(self.found) - _NAMED} more" if len(self.found) > _NAMED else "")
+        named = "; ".join(f"{where}: {', '.join(errors)}" for where, errors in list(self.by_row.items())[:_NAMED])
+        return named + (f"; and {len(self.by_row) - _NAMED} more" if len(self.by_row) > _NAMED else "")
 
 
 def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Rows:
@@ -149,10 +149,10 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
         name, rows = str(source), _of_file(Path(source), key)
     else:
         name, rows = "the data set", _of_object(source)
-    found = list(rows)
-    if not found:
+    records = list(rows)
+    if not records:
         raise UsageError(f"{name} contains no rows.", cure="Give at least one.")
-    return Rows(name, found)
+    return Rows(name, records)
 
 
 def _public_set(source: str) -> Any:
@@ -330,7 +330,7 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
 def _parquet(file: Path) -> Iterator[Row]:
     parquet = library("pyarrow.parquet", f"Reading {file}", "llm")
     try:
-        known = parquet.read_table(file).to_pylist()
+        records = parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
         raise UsageError(f"{file} cannot be read: {error}.", cure="Fetch or write it again.") from error
-    yield from (Row(f"row {number}", values) for number, values in enumerate(known))
+    yield from (Row(f"row {number}", values) for number, values in enumerate(records))

@@ -106,9 +106,9 @@ def text_pairs(
             continue
         if chosen == rejected:
             errors.add(row.where, "both answers are the same")
-        found = categories(row, errors)
-        if row.where not in errors.found:
-            pairs.append(TextPair(prompt, chosen, rejected, found, rows.name, row.where))
+        labels = categories(row, errors)
+        if row.where not in errors.by_row:
+            pairs.append(TextPair(prompt, chosen, rejected, labels, rows.name, row.where))
     errors.settle(unusable, len(rows.rows), report)
     return pairs
 
@@ -207,9 +207,9 @@ def text_examples(
         except UnusableText as error:
             errors.add(row.where, str(error))
             continue
-        found = categories(row, errors)
-        if row.where not in errors.found:
-            examples.append(TextExample(prompt, response, found, rows.name, row.where))
+        labels = categories(row, errors)
+        if row.where not in errors.by_row:
+            examples.append(TextExample(prompt, response, labels, rows.name, row.where))
     errors.settle(unusable, len(rows.rows) - unwanted, report)
     if unwanted:
         kind = "undesirable" if pairs == "chosen" else "desirable"
@@ -268,19 +268,19 @@ def text_prompts(
 
 def withhold(texts: Sequence[_Given], names: Iterable[str]) -> tuple[list[_Given], list[_Given]]:
     """Part rows by category, for the question whether a defense reaches harm that it never saw."""
-    wanted = list(names)
-    known = sorted({name for text in texts for name in text.categories})
-    for name in wanted:
-        if name not in known:
-            raise not_found(f"No row has the category {name!r}.", name, known)
-    kept = [text for text in texts if not set(wanted) & set(text.categories)]
-    withheld = [text for text in texts if set(wanted) & set(text.categories)]
-    if not kept or not withheld:
+    categories = list(names)
+    existing = sorted({name for text in texts for name in text.categories})
+    for name in categories:
+        if name not in existing:
+            raise not_found(f"No row has the category {name!r}.", name, existing)
+    remaining = [text for text in texts if not set(categories) & set(text.categories)]
+    withheld = [text for text in texts if set(categories) & set(text.categories)]
+    if not remaining or not withheld:
         raise UsageError(
-            f"Withholding {wanted} leaves {len(kept)} rows and withholds {len(withheld)}.",
+            f"Withholding {categories} leaves {len(remaining)} rows and withholds {len(withheld)}.",
             cure="Withhold at least one category, and not all of them.",
         )
-    return kept, withheld
+    return remaining, withheld
 
 
 def categories(row: Row, errors: RowErrors) -> tuple[str, ...]:

@@ -205,10 +205,10 @@ def tokenized_pairs(
     for text, first, second in zip(texts, *sides, strict=True):
         if first is not None and second is not None and first[1] == second[1]:
             long_rows.add(text.where, f"both answers are the same within the context of {context} tokens")
-    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [
         Pair(first[0], first[1], second[1])
-        for keep, first, second in zip(kept, *sides, strict=True)
+        for keep, first, second in zip(usable, *sides, strict=True)
         if keep and first is not None and second is not None
     ]
 
@@ -260,9 +260,9 @@ def rows_and_examples(
     rows = [(text.prompt, text.response) for text in texts]
     whole = _ids(rows, texts, tokenizer, template, unusable_rows, "response")
     fitted = _fitted(whole, texts, context, too_long, long_rows, "response")
-    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [
-        (text, Example(*ids)) for text, keep, ids in zip(texts, kept, fitted, strict=True) if keep and ids is not None
+        (text, Example(*ids)) for text, keep, ids in zip(texts, usable, fitted, strict=True) if keep and ids is not None
     ]
 
 
@@ -294,12 +294,12 @@ def tokenized_prompts(
         UsageError: As of `tokenized_pairs`.
     """
     unusable_rows, long_rows = _row_errors(texts), _row_errors(texts)
-    found = _ids([(text.prompt, None) for text in texts], texts, tokenizer, template, unusable_rows, "response")
-    for text, ids in zip(texts, found, strict=True):
+    token_ids = _ids([(text.prompt, None) for text in texts], texts, tokenizer, template, unusable_rows, "response")
+    for text, ids in zip(texts, token_ids, strict=True):
         if ids is not None and len(ids[0]) > context:
             long_rows.add(text.where, f"its prompt of {len(ids[0])} tokens is longer than the {context} that fit")
-    kept = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
-    return [ids[0] for keep, ids in zip(kept, found, strict=True) if keep and ids is not None]
+    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    return [ids[0] for keep, ids in zip(usable, token_ids, strict=True) if keep and ids is not None]
 
 
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
@@ -318,7 +318,7 @@ def _settled(
     cut = ", cut answers with --too-long cut" if too_long == "refuse" else ""
     cure = f"Correct these rows, use a larger context{cut}, or leave them out with --too-long drop."
     long_rows.settle("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
-    bad = unusable_rows.found.keys() | long_rows.found.keys()
+    bad = unusable_rows.by_row.keys() | long_rows.by_row.keys()
     return [text.where not in bad for text in texts]
 
 
@@ -339,29 +339,29 @@ def _ids(
         except UnusableText as error:
             errors.add(text.where, str(error).replace("an answer follows", f"{name} follows"))
             rendered.append(None)
-    known = [each for each in rendered if each is not None]
-    prompts = iter(_tokens([prompt for prompt, _, _ in known], tokenizer))
-    joint = iter(_tokens([prompt + answer for prompt, answer, _ in known], tokenizer))
-    alone = iter(_tokens([answer for _, answer, _ in known], tokenizer))
-    begins, ends = _beginning(tokenizer), _end(tokenizer, known)
-    found: list[Ids | None] = []
+    texts_of_rows = [each for each in rendered if each is not None]
+    prompts = iter(_tokens([prompt for prompt, _, _ in texts_of_rows], tokenizer))
+    joint = iter(_tokens([prompt + answer for prompt, answer, _ in texts_of_rows], tokenizer))
+    alone = iter(_tokens([answer for _, answer, _ in texts_of_rows], tokenizer))
+    begins, ends = _beginning(tokenizer), _end(tokenizer, texts_of_rows)
+    token_ids: list[Ids | None] = []
     for text, (_, answer), each in zip(texts, rows, rendered, strict=True):
         if each is None:
-            found.append(None)
+            token_ids.append(None)
             continue
         chat = each[2]
         prompt_ids, both, separate = next(prompts), next(joint), next(alone)
         follows = both[len(prompt_ids) :] if both[: len(prompt_ids)] == prompt_ids else separate
         if answer is None:
-            found.append((tuple(prompt_ids) if chat else (*begins, *prompt_ids), ()))
+            token_ids.append((tuple(prompt_ids) if chat else (*begins, *prompt_ids), ()))
         elif not follows:
             errors.add(text.where, f"{name} has no token")
-            found.append(None)
+            token_ids.append(None)
         else:
             whole = (tuple(prompt_ids), tuple(follows))
             closed = whole[1][-len(ends) :] == tuple(ends)  # published answers may end with the end of sequence
-            found.append(whole if chat else ((*begins, *whole[0]), whole[1] if closed else (*whole[1], *ends)))
-    return found
+            token_ids.append(whole if chat else ((*begins, *whole[0]), whole[1] if closed else (*whole[1], *ends)))
+    return token_ids
 
 
 def _rendered(
@@ -376,11 +376,11 @@ def _rendered(
         return *template.filled(prompt, answer or ""), False
     options = template.options if isinstance(template, Chat) else {}
     chat = ChatTemplate(tokenizer, options)
-    asked: tuple[Message, ...] = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    turns: tuple[Message, ...] = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
     if answer is None:
-        return chat.prompt(asked), "", True
+        return chat.prompt(turns), "", True
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
-    before, follows = chat.prompt_and_answer(asked, said)
+    before, follows = chat.prompt_and_answer(turns, said)
     # What a template writes between turns, such as a line break, comes after the end, where nothing is generated.
     own = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     closed = follows.rstrip()
@@ -416,7 +416,7 @@ def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str, bool
 
 
 def _fitted(
-    found: list[Ids | None],
+    token_ids: list[Ids | None],
     texts: Sequence[TextPair | TextExample],
     context: int,
     too_long: TooLong,
@@ -425,7 +425,7 @@ def _fitted(
 ) -> list[Ids | None]:
     """Cut answers to the context, or note those that are too long."""
     fitted: list[Ids | None] = []
-    for text, ids in zip(texts, found, strict=True):
+    for text, ids in zip(texts, token_ids, strict=True):
         if ids is not None and len(ids[0]) >= context:
             errors.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
         elif ids is not None and len(ids[0]) + len(ids[1]) > context:

@@ -98,9 +98,9 @@ def train_pictures(
         return errors.view(count, each).mean(1)
 
     names = [subject.name for subject in subjects]
-    wanted = linear_layers(model.denoiser, layers, component=model.component)
+    shapes = linear_layers(model.denoiser, layers, component=model.component)
     return fit_adapters(
-        model.denoiser, names, wanted, losses, recipe, each=each, component=model.component, progress=progress
+        model.denoiser, names, shapes, losses, recipe, each=each, component=model.component, progress=progress
     )
 
 
@@ -133,8 +133,8 @@ def train_texts(
         counted = (labels != IGNORED).sum(1).clamp_min(1)
         return (errors.sum(1) / counted).view(len(examples), each).mean(1)
 
-    wanted = linear_layers(model, layers)
-    return fit_adapters(model, list(examples), wanted, losses, recipe, each=each, progress=progress)
+    shapes = linear_layers(model, layers)
+    return fit_adapters(model, list(examples), shapes, losses, recipe, each=each, progress=progress)
 
 
 def _shares(count: int, generator: torch.Generator) -> Tensor:
@@ -215,13 +215,13 @@ def _use(denoiser: Any, adapter: str | None) -> None:
 
 
 def _denoiser(pipeline: Any) -> Any:
-    found = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
-    if found is None or not hasattr(found, "set_adapter"):
+    denoiser = getattr(pipeline, "unet", None) or getattr(pipeline, "transformer", None)
+    if denoiser is None or not hasattr(denoiser, "set_adapter"):
         raise Unsupported(
             f"This {type(pipeline).__name__} has no denoiser that takes adapters.",
             cure="Give a diffusers pipeline with a unet or transformer.",
         )
-    return found
+    return denoiser
 
 
 def _check(denoiser: Any, after: str, before: str | None) -> None:

@@ -62,8 +62,8 @@ def _without_paths(file: Path) -> None:
     values = read_json(file, limit=2**24)
     paths = [key for key in _PATH_KEYS if _is_path(values.get(key))]
     if paths:
-        kept = {key: value for key, value in values.items() if key not in paths}
-        file.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+        remaining = {key: value for key, value in values.items() if key not in paths}
+        file.write_text(json.dumps(remaining, indent=2, ensure_ascii=False) + "\n")
 
 
 def _is_path(value: object) -> bool:

@@ -42,15 +42,15 @@ def denoiser_of(pipeline: Any) -> Denoiser:
     for kind, network in ((_SD3, "SD3Transformer2DModel"), (_Flux, "FluxTransformer2DModel")):
         if isinstance(transformer, getattr(diffusers, network)):
             return kind(transformer, pipeline)
-    found = unet if unet is not None else transformer
-    if hasattr(found, "_orig_mod"):
+    denoiser = unet if unet is not None else transformer
+    if hasattr(denoiser, "_orig_mod"):
         raise Unsupported(
             "The denoiser is compiled, so that its layers cannot be read or edited one by one.",
             cure="Give the pipeline with the network from before torch.compile, which is in _orig_mod.",
         )
-    what = type(pipeline).__name__ if found is None else type(found).__name__
+    what = type(pipeline).__name__ if denoiser is None else type(denoiser).__name__
     raise Unsupported(
-        f"The denoiser is a {what}." if found is not None else f"The {what} has neither unet nor transformer.",
+        f"The denoiser is a {what}." if denoiser is not None else f"The {what} has neither unet nor transformer.",
         cure="Supported are UNet2DConditionModel, as in Stable Diffusion 1 and 2 and SDXL, PixArtTransformer2DModel, "
         "SD3Transformer2DModel and FluxTransformer2DModel.",
     )
@@ -270,10 +270,10 @@ class _Joint(Denoiser):
     def tokenizers(self) -> list[tuple[Any, int]]:
         # T5, the last one, is cut at a length of the call; the others at their own.
         last = "3" if hasattr(self.pipeline, "tokenizer_3") else "2"
-        found = super().tokenizers
+        tokenizers = super().tokenizers
         if getattr(self.pipeline, f"text_encoder_{last}", None) is not None:
-            found[-1] = found[-1][0], _cut_at(self.pipeline, found[-1][0])
-        return found
+            tokenizers[-1] = tokenizers[-1][0], _cut_at(self.pipeline, tokenizers[-1][0])
+        return tokenizers
 
 
 class _SD3(_Joint):

@@ -30,19 +30,19 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = Non
     Returns:
         Token ids in ascending order; empty where nothing ends an answer.
     """
-    found: set[int] = set()
+    tokens: set[int] = set()
     for config in (getattr(model, "generation_config", None), getattr(model, "config", None)):
         ends = getattr(config, "eos_token_id", None)
-        found |= {ends} if isinstance(ends, int) else {each for each in ends or () if isinstance(each, int)}
+        tokens |= {ends} if isinstance(ends, int) else {each for each in ends or () if isinstance(each, int)}
     if tokenizer is not None:
         if isinstance(tokenizer.eos_token_id, int):
-            found.add(tokenizer.eos_token_id)
+            tokens.add(tokenizer.eos_token_id)
         if tokenizer.chat_template:
             text = ChatTemplate(tokenizer).end_of_turn()
             ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"] if text.strip() else []
             special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-            found |= {ids[0]} if ids and ids[0] in special else set()
-    return tuple(sorted(found))
+            tokens |= {ids[0]} if ids and ids[0] in special else set()
+    return tuple(sorted(tokens))
 
 
 def generate_answers(

@@ -228,9 +228,9 @@ def embedding_of(model: nn.Module) -> nn.Embedding | None:
     """The model's embedding of tokens; None if there is none to be found."""
     for module in model.modules():
         accessor = getattr(module, "get_input_embeddings", None)
-        found = accessor() if callable(accessor) else module
-        if isinstance(found, nn.Embedding):
-            return found
+        embedding = accessor() if callable(accessor) else module
+        if isinstance(embedding, nn.Embedding):
+            return embedding
     return None
 
 
@@ -312,9 +312,9 @@ def _unembedding(model: nn.Module) -> nn.Module:
     """The layer to the vocabulary: what the model says it is, else the last layer shaped like an embedding."""
     for module in model.modules():
         accessor = getattr(module, "get_output_embeddings", None)
-        found = accessor() if callable(accessor) else None
-        if isinstance(found, nn.Module) and isinstance(getattr(found, "weight", None), Tensor):
-            return found
+        layer = accessor() if callable(accessor) else None
+        if isinstance(layer, nn.Module) and isinstance(getattr(layer, "weight", None), Tensor):
+            return layer
     shapes = {module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding)}
     layers = [module for module in model.modules() if isinstance(module, nn.Linear) and module.weight.shape in shapes]
     if not layers:
@@ -324,21 +324,21 @@ def _unembedding(model: nn.Module) -> nn.Module:
 
 def _stack(model: nn.Module, hidden: int) -> tuple[str, list[str]]:
     """The name of the list of blocks and the names of their feed-forward layers: of several lists the largest."""
-    found: list[tuple[int, str, list[str]]] = []
+    stacks: list[tuple[int, str, list[str]]] = []
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     for path, blocks in lists:
         layers = [_feed_forward(block, hidden) for block in blocks]
         if layers and None not in layers:
             size = sum(parameter.numel() for parameter in blocks.parameters())
-            found.append((size, path, [f"{path}.{index}.{layer}" for index, layer in enumerate(layers)]))
-    if not found:
+            stacks.append((size, path, [f"{path}.{index}.{layer}" for index, layer in enumerate(layers)]))
+    if not stacks:
         tried = ", ".join(repr(path) for path, _ in lists) or "none"
         raise Unsupported(
             f"{type(model).__name__} has no list of decoder blocks with feed-forward layers of width {hidden} "
             f"(lists of modules: {tried}).",
             cure=_CURE,
         )
-    _, path, layers_found = max(found, key=lambda entry: entry[0])
+    _, path, layers_found = max(stacks, key=lambda entry: entry[0])
     return path, layers_found
 
 

@@ -125,10 +125,10 @@ class PipelineModel:
 
     def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
         """Return what the text encoder reads for prompts, shape `(n, tokens, width)`."""
-        seen: list[Tensor] = []
-        with hooked([(self._token_layer, lambda _module, _inputs, output: seen.append(output.detach().clone()))]):
+        outputs: list[Tensor] = []
+        with hooked([(self._token_layer, lambda _module, _inputs, output: outputs.append(output.detach().clone()))]):
             self.embed(prompts)
-        return seen[-1]
+        return outputs[-1]
 
     def vocabulary(self) -> tuple[tuple[str, ...], Tensor]:
         """Return words that are one token each, and their embeddings, shape `(words, width)`."""
@@ -164,8 +164,8 @@ class PipelineModel:
     def training_errors(self, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text) -> Tensor:
         """Return the mean squared error of what the denoiser was trained to predict: noise, velocity or sample."""
         output = self._kind(self.add_noise(latents, noise, timestep), timestep, text).float()
-        wanted = self._kind.schedule.wanted(latents, noise, timestep)
-        return (output - wanted).square().flatten(1).mean(1)
+        target = self._kind.schedule.wanted(latents, noise, timestep)
+        return (output - target).square().flatten(1).mean(1)
 
     @torch.no_grad()
     def to_latents(self, images: Tensor) -> Tensor:
@@ -459,7 +459,7 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
     Raises:
         UsageError: A weight is missing, has another shape, is NaN or infinite.
     """
-    found: dict[str, Any] = {}
+    networks: dict[str, Any] = {}
     for part, named in _index_of(files.folder).items():
         if part in _UNUSED or part not in files.parts or not files.chosen(part):
             continue
@@ -478,8 +478,8 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
                 f"The weight {odd!r} of {files.folder / part} contains NaN or infinity.",
                 cure="Fetch the pipeline again, or give another of its variants with --variant.",
             )
-        found[part] = network
-    return found
+        networks[part] = network
+    return networks
 
 
 def _finite(weight: Tensor) -> bool:
@@ -505,11 +505,11 @@ def _packed_dtype(files: PipelineFiles, part: str) -> torch.dtype:
     """The dtype of a part that netweight has compressed."""
     from netweight.store import open_store
 
-    known = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+    dtypes = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
     stored = set()
     for file in files.chosen(part):
         store = open_store(files.folder / file.path)
-        stored |= {known[dtype] for name in store.names() if (dtype := store.info(name).dtype) in known}
+        stored |= {dtypes[dtype] for name in store.names() if (dtype := store.info(name).dtype) in dtypes}
     return torch.float32 if len(stored) != 1 else stored.pop()
 
 
@@ -592,8 +592,8 @@ def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
         tokenizer = model.pipeline.tokenizer
         length = tokenizer.model_max_length
         tokens = tokenizer(list(prompts), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
-        found: Tensor = tokens.attention_mask.bool()
-        return found
+        counted: Tensor = tokens.attention_mask.bool()
+        return counted
 
     return masks
 

@@ -99,10 +99,10 @@ class Checkpoint:
         from transformers.core_model_loading import rename_source_key
 
         prefix = getattr(self._model, "base_model_prefix", None)
-        found = rename_source_key(tensor, self._renamings, self._converters, prefix, self._state)
-        if found[0] not in self._state and tensor in self._state:
-            found = rename_source_key(tensor, [], [], prefix, self._state)
-        return found
+        renamed = rename_source_key(tensor, self._renamings, self._converters, prefix, self._state)
+        if renamed[0] not in self._state and tensor in self._state:
+            renamed = rename_source_key(tensor, [], [], prefix, self._state)
+        return renamed
 
 
 def model_modules(path: Path) -> ModelModules | None:
@@ -161,8 +161,8 @@ def _takes_adapters(module: nn.Module) -> bool:
 
 def _models(path: Path) -> dict[str, nn.Module]:
     if (path / "model_index.json").is_file():
-        found = {name: _model(path / name) for name in COMPONENTS if (path / name / "config.json").is_file()}
-        return {name: model for name, model in found.items() if model is not None}
+        models = {name: _model(path / name) for name in COMPONENTS if (path / name / "config.json").is_file()}
+        return {name: model for name, model in models.items() if model is not None}
     model = _model(path) if (path / "config.json").is_file() else None
     if model is None:
         return {}

@@ -66,8 +66,8 @@ class NoiseSchedule(ABC):
         """Return what a pipeline's own call gives to the scheduler's step: random numbers, and an eta of 0."""
         # Schedulers such as TCD have another default of eta, which the pipelines of diffusers do not use.
         given = {"generator": generators, "eta": 0.0}
-        known = inspect.signature(scheduler.step).parameters
-        return {name: value for name, value in given.items() if name in known}
+        parameters = inspect.signature(scheduler.step).parameters
+        return {name: value for name, value in given.items() if name in parameters}
 
 
 @final

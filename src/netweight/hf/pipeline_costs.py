@@ -150,7 +150,7 @@ def measured_plan(
 
     from netweight.nn.text_to_image import most_rows
 
-    wanted = {name: sum(getattr(stage, name) for stage in stages) for name in ("decoded", "encoded")}
+    counts = {name: sum(getattr(stage, name) for stage in stages) for name in ("decoded", "encoded")}
     text = model.embed(["a photo"])
     latents, step = model.initial_noise([0]), model.timesteps(2)[0]
 
@@ -160,13 +160,13 @@ def measured_plan(
 
     picture = torch.full((1, 3, *model.image_size), 0.5)
     seconds: dict[str, float] = {"prompt": _timed(lambda: model.embed(["a photo"]))[0]}
-    asked = any(stage.predictions or stage.gradients for stage in stages)
-    if asked:
+    predicts = any(stage.predictions or stage.gradients for stage in stages)
+    if predicts:
         predict()  # brings the weights, which may lie in a mapped file, into memory
     before = _resident(model)
-    seconds["prediction"], row = _timed(predict, again=False) if asked else (0.0, 0)
+    seconds["prediction"], row = _timed(predict, again=False) if predicts else (0.0, 0)
     together = min(most_rows(model, rows), _TOGETHER)
-    if asked and seconds["prediction"] < _QUICK and together > 1:  # several at a time are quicker, in small networks
+    if predicts and seconds["prediction"] < _QUICK and together > 1:  # several at a time are quicker, in small networks
         latents, text = latents.repeat(together, 1, 1, 1), text.rows([0] * together)
         seconds["prediction"] = _timed(predict)[0] / together
         latents = latents[:1]
@@ -176,7 +176,7 @@ def measured_plan(
         "encoding": ("encoded", lambda: model.to_latents(picture)),
     }
     for name, (count, work) in kinds.items():
-        seconds[name], peak = _timed(work, grad=False) if wanted[count] else (0.0, 0)
+        seconds[name], peak = _timed(work, grad=False) if counts[count] else (0.0, 0)
         peaks.append(peak)
     seconds["gradient"] = 0.0
     if descent is not None:

@@ -99,23 +99,25 @@ class PipelineFiles:
         check_pipeline(self.folder)
         self.variant = variant
         self.parts = {name: self._weights(name) for name in self._part_names()}
-        known = sorted({file.variant for files in self.parts.values() for file in files} - {""})
-        if variant is not None and variant not in known:
+        variants = sorted({file.variant for files in self.parts.values() for file in files} - {""})
+        if variant is not None and variant not in variants:
             raise NameNotFound(
                 f"{self.folder} contains no weights of the variant {variant!r}.",
-                cure=f"Its variants are {', '.join(known)}." if known else "Leave --variant out: it has one only.",
+                cure=f"Its variants are {', '.join(variants)}."
+                if variants
+                else "Leave --variant out: it has one only.",
             )
 
     @cached_property
     def denoiser(self) -> str:
         """The part that is the denoiser: `unet` or `transformer`."""
-        found = next((name for name in DENOISERS if name in self.parts), None)
-        if found is None:
+        part = next((name for name in DENOISERS if name in self.parts), None)
+        if part is None:
             raise Unsupported(
                 f"{self.folder} contains neither a unet nor a transformer.",
                 cure="Name the folder of a text-to-image latent diffusion model.",
             )
-        return found
+        return part
 
     def chosen(self, part: str) -> tuple[WeightFile, ...]:
         """Return the files that a part is read from; none for a part without weights.
@@ -125,16 +127,16 @@ class PipelineFiles:
         """
         files = self.parts.get(part, ())
         variants = list(dict.fromkeys(file.variant for file in files))
-        wanted = self.variant if self.variant in variants else ""
-        if wanted not in variants:
+        variant = self.variant if self.variant in variants else ""
+        if variant not in variants:
             if len(variants) > 1:
                 raise UsageError(
                     f"The {part} of {self.folder} is stored in the variants {', '.join(variants)}, and in no usual "
                     "file.",
                     cure=f"Choose one, such as --variant {variants[0]}.",
                 )
-            wanted = variants[0] if variants else ""
-        own = [file for file in files if file.variant == wanted]
+            variant = variants[0] if variants else ""
+        own = [file for file in files if file.variant == variant]
         safe = [file for file in own if file.safe]
         return _one_set(safe or own, self.folder / part)
 
@@ -145,10 +147,10 @@ class PipelineFiles:
 
     def places(self, part: str) -> dict[str, tuple[Path, TensorPlace]]:
         """Return every tensor of a part, by name: its file, relative to the folder, and its place in that file."""
-        found: dict[str, tuple[Path, TensorPlace]] = {}
+        places: dict[str, tuple[Path, TensorPlace]] = {}
         for file in self.chosen(part):
-            found |= {name: (file.path, place) for name, place in tensor_places(self.folder / file.path).items()}
-        return found
+            places |= {name: (file.path, place) for name, place in tensor_places(self.folder / file.path).items()}
+        return places
 
     def dtype(self, part: str) -> torch.dtype:
         """Return the narrowest dtype that holds every stored floating-point number of a part exactly."""
@@ -234,12 +236,12 @@ class PipelineFiles:
     def _index(self) -> dict[str, Any]:
         path = self.folder / INDEX
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            index = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
-        if not isinstance(found, dict):
+        if not isinstance(index, dict):
             raise UsageError(f"{path} is not a JSON object.", cure="Fetch the pipeline again.")
-        return found
+        return index
 
     def _part_names(self) -> list[str]:
         return [
@@ -345,15 +347,15 @@ def _safe_places(path: Path) -> dict[str, TensorPlace]:
             f"{path} is compressed, so that its tensors cannot be replaced in place.",
             cure=f"Run netweight decompress {path.parent.parent} NEW first.",
         )
-    found = {}
+    places = {}
     for span in header.spans:
         if span.dtype not in _DTYPES:
             raise Unsupported(
                 f"The tensor {span.name!r} of {path} is stored as {span.dtype}, in which no network computes.",
                 cure="Give a pipeline in fp32, bf16 or fp16, such as another variant of it: --variant.",
             )
-        found[span.name] = TensorPlace(_DTYPES[span.dtype], tuple(span.shape), header.data_start + span.start)
-    return found
+        places[span.name] = TensorPlace(_DTYPES[span.dtype], tuple(span.shape), header.data_start + span.start)
+    return places
 
 
 def _bin_places(path: Path) -> dict[str, TensorPlace]:
@@ -373,13 +375,13 @@ def _bin_places(path: Path) -> dict[str, TensorPlace]:
         raise CorruptBlob(f"{path} cannot be read as a file of tensors: {error}.") from error
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
         state = state["state_dict"]
-    found = {}
+    places = {}
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Tensor) and value.is_contiguous():
             storage: Any = value.untyped_storage()
             begin = int(storage._checkpoint_offset) + int(value.storage_offset()) * value.dtype.itemsize
-            found[str(name)] = TensorPlace(value.dtype, tuple(value.shape), begin)
-    return found
+            places[str(name)] = TensorPlace(value.dtype, tuple(value.shape), begin)
+    return places
 
 
 def read_tensor(path: Path, place: TensorPlace) -> Tensor:
@@ -496,13 +498,13 @@ def other_weights(folder: Path) -> list[Path]:
     These are files of other programs, such as `.ckpt`, `.onnx` or `.msgpack`, and weights outside of the parts'
     folders, such as the single file with a whole pipeline that many snapshots hold at the top.
     """
-    found = []
+    others = []
     for path in pipeline_files(folder):
         foreign = path.suffix.lower() in _FOREIGN or path.name.startswith(("openvino_model", "flax_model", "tf_model"))
         at_the_top = len(path.parts) == 1 and path.suffix in (".safetensors", ".bin")
         if foreign or (at_the_top and path.name != "pytorch_lora_weights.safetensors"):
-            found.append(path)
-    return found
+            others.append(path)
+    return others
 
 
 def pipeline_files(folder: Path) -> list[Path]:

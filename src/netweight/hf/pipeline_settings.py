@@ -45,7 +45,7 @@ class PipelineSettings(Settings):
 
 def parsed_size(text: str) -> tuple[int, int]:
     """Return height and width of a size such as `512` or `512x768`."""
-    found = _PIXELS.fullmatch(text.strip().lower())
-    if found is None or not int(found[1]) or found[2] == "0":
+    match = _PIXELS.fullmatch(text.strip().lower())
+    if match is None or not int(match[1]) or match[2] == "0":
         raise UsageError(f"The size {text!r} is none.", cure="Write pixels, such as 512, or HEIGHTxWIDTH: 512x768.")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])

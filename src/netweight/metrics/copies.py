@@ -101,13 +101,13 @@ class TorchScriptDescriptor:
         """Return the network's vectors, float32."""
         scaled = F.interpolate(images.float(), (self._side, self._side), mode="bilinear", antialias=True)
         mean, deviation = (torch.tensor(values).reshape(3, 1, 1) for values in (self._mean, self._deviation))
-        found = self._network((scaled - mean) / deviation)
-        if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != len(images):
+        vectors = self._network((scaled - mean) / deviation)
+        if not isinstance(vectors, Tensor) or vectors.ndim != 2 or len(vectors) != len(images):
             raise UsageError(
                 f"The network of {self.name} does not return one vector per image.",
                 cure="Give a TorchScript file that turns (n, 3, side, side) into (n, width).",
             )
-        return found.float()
+        return vectors.float()
 
 
 def sscd(path: str | Path, sha256: str) -> TorchScriptDescriptor:
@@ -147,7 +147,7 @@ class Clip:
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one.")
         longest = self._model.config.text_config.max_position_embeddings
-        found = []
+        batches = []
         for start in range(0, len(prompts), _AT_ONCE):
             part = list(prompts[start : start + _AT_ONCE])
             given = self._tokenizer(part, padding=True, truncation=True, max_length=longest, return_tensors="pt")
@@ -155,8 +155,8 @@ class Clip:
                 embedded = self._model.get_text_features(
                     input_ids=given["input_ids"], attention_mask=given["attention_mask"]
                 )
-            found.append(embedded.pooler_output)
-        return torch.cat(found).float()
+            batches.append(embedded.pooler_output)
+        return torch.cat(batches).float()
 
     def alignment(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return how well each image follows its prompt: the cosine of their embeddings."""
@@ -196,10 +196,10 @@ def _opened(path: Path, sha256: str) -> torch.nn.Module:
     if not path.is_file():
         raise UsageError(f"There is no TorchScript file {path}.", cure="Download it first, and name it.")
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != sha256:
         raise UnsafeInput(
-            f"{path} has the SHA-256 {found}, not {sha256}; it was not opened.",
+            f"{path} has the SHA-256 {digest}, not {sha256}; it was not opened.",
             cure="Give the digest of the file that you trust, or fetch the file again.",
         )
     try:
@@ -363,8 +363,8 @@ def copies_of_prompt(
             f"There are {len(images)} images and {len(unedited)} of the unedited model.",
             cure="Generate both with the same seeds.",
         )
-    known = [own, *(each for each in everything if each.label != own.label)]
-    table = similarity_to_memorized(images, known, descriptor=descriptor)
+    memorized = [own, *(each for each in everything if each.label != own.label)]
+    table = similarity_to_memorized(images, memorized, descriptor=descriptor)
     whole = descriptor if descriptor is not None else CenteredPixels()
     nearest, index = table.max(1)
     return PromptCopies(
@@ -373,7 +373,7 @@ def copies_of_prompt(
         to_image=tuple(table[:, 0].tolist()),
         to_unedited=None if unedited is None else tuple(similarity(whole, images, unedited).diagonal().tolist()),
         nearest=tuple(nearest.tolist()),
-        nearest_prompt=tuple(known[place].label for place in index.tolist()),
+        nearest_prompt=tuple(memorized[place].label for place in index.tolist()),
         diversity=diversity(whole, images) if len(images) > 1 else None,
     )
 
@@ -405,10 +405,10 @@ def _of_kind(rows: list[PromptCopies], kind: Kind, measure: str, threshold: floa
         )  # fmt: skip
 
     def share(what: str, counts: list[int]) -> Finding:
-        found = proportion(sum(counts), sum(len(row.to_image) for row in rows))
+        interval = proportion(sum(counts), sum(len(row.to_image) for row in rows))
         each = {row.prompt: count for row, count in zip(rows, counts, strict=True)}
         detail = {"copies": sum(counts), "threshold": threshold, "each": each}
-        return interval_finding(f"{measure}, {what}, {kind}", found, better="lower", detail=detail)
+        return interval_finding(f"{measure}, {what}, {kind}", interval, better="lower", detail=detail)
 
     findings = [median("to the training image", [statistics.median(row.to_image) for row in rows], "lower")]
     same_seed = [statistics.median(row.to_unedited) for row in rows if row.to_unedited is not None]
@@ -488,14 +488,14 @@ def region_copies(own: Memorized, images: Tensor, *, foreground: Tensor | None =
             cure="Give a mask of the training image's size.",
         )
     where = torch.ones_like(mask) if own.where is None else own.where
-    found: list[tuple[float, ...] | None] = []
+    by_region: list[tuple[float, ...] | None] = []
     for region in (mask & where, ~mask & where):
         if int(region.sum()) < _LEAST:
-            found.append(None)
+            by_region.append(None)
         else:
-            found.append(tuple(similarity(CenteredPixels(region), images, own.image[None])[:, 0].tolist()))
+            by_region.append(tuple(similarity(CenteredPixels(region), images, own.image[None])[:, 0].tolist()))
     share = float((mask & where).sum() / where.sum().clamp_min(1))
-    return RegionCopies(own.label, own.kind, share, found[0], found[1])
+    return RegionCopies(own.label, own.kind, share, by_region[0], by_region[1])
 
 
 def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY) -> list[Finding]:
@@ -515,7 +515,7 @@ def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY)
                 continue
             values = {each.prompt: getattr(each, name) for each in whole}
             counts = {prompt: sum(value >= threshold for value in part) for prompt, part in values.items()}
-            found = proportion(sum(counts.values()), sum(map(len, values.values())))
+            interval = proportion(sum(counts.values()), sum(map(len, values.values())))
             detail = {
                 "copies": sum(counts.values()),
                 "threshold": threshold,
@@ -524,5 +524,5 @@ def region_findings(prompts: Sequence[RegionCopies], *, threshold: float = COPY)
                 "by region": {each.prompt: each.copies(threshold) for each in whole},
                 "without two regions": without,
             }
-            findings.append(interval_finding(title, found, better="lower", detail=detail))
+            findings.append(interval_finding(title, interval, better="lower", detail=detail))
     return findings

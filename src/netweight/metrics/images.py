@@ -77,9 +77,9 @@ def match_images(reconstructed: Tensor, references: Tensor) -> Tensor:
     # Returns: int64 of shape `(n,)`: `reconstructed[permutation]` lies beside `references`.
     import torch
 
-    images, wanted = checked_pair(reconstructed, references)
+    images, originals = checked_pair(reconstructed, references)
     assign = library("scipy.optimize", "Matching images", "evidence").linear_sum_assignment
-    errors = torch.stack([(images - reference).square().flatten(1).mean(1) for reference in wanted])
+    errors = torch.stack([(images - reference).square().flatten(1).mean(1) for reference in originals])
     # Equal images have infinite PSNR; a floor below any error of 8-bit pixels keeps the sum finite.
     decibels = -10 * errors.clamp_min(1e-12).log10()
     _, columns = assign(decibels.cpu().numpy(), maximize=True)
@@ -100,16 +100,16 @@ def image_findings(
     # Returns: Three findings. The values of the single images are in their details. The direction "better" is the
     # attacker's. What cannot be measured has the value None and says why; an interval needs two images.
     def reported(name: str, values: Tensor, better: Better, unit: str = "") -> Finding:
-        found: list[float] = values.tolist()
+        numbers: list[float] = values.tolist()
         return Finding(
             name,
-            math.fsum(found) / len(found),
-            ci95=_interval(found, seed),
-            n=len(found),
+            math.fsum(numbers) / len(numbers),
+            ci95=_interval(numbers, seed),
+            n=len(numbers),
             unit=unit,
             better=better,
             seeds=(seed,),
-            detail={"each": found},
+            detail={"each": numbers},
         )
 
     findings = [reported("PSNR", psnr(images, references), "higher", "dB")]
@@ -193,11 +193,11 @@ def lpips(
     features = backbone if callable(backbone) else _network(_weights(Path(backbone)), str(backbone))
     pair = checked_pair(images, references)
     with torch.no_grad():
-        maps, wanted = (features(_scaled(batch.float())) for batch in pair)
+        maps, reference_maps = (features(_scaled(batch.float())) for batch in pair)
         weights = _heads(heads, tuple(part.shape[1] for part in maps))
         distances = [
             ((_unit(a) - _unit(b)).square() * weight.to(a)).sum(1).mean((1, 2))
-            for a, b, weight in zip(maps, wanted, weights, strict=True)
+            for a, b, weight in zip(maps, reference_maps, weights, strict=True)
         ]
     return torch.stack(distances).sum(0)
 
@@ -228,9 +228,9 @@ def _network(weights: Mapping[str, Tensor], where: str) -> Features:
     import torch.nn.functional as F
 
     first = weights.get("features.0.weight")
-    known: dict[tuple[int, ...], tuple[tuple[_Stage, ...], int]]
-    known = {(64, 3, 11, 11): (_ALEX, 3), (64, 3, 3, 3): (_VGG, 2)}
-    stages, window = known.get(tuple(first.shape) if first is not None else (), ((), 0))
+    architectures: dict[tuple[int, ...], tuple[tuple[_Stage, ...], int]]
+    architectures = {(64, 3, 11, 11): (_ALEX, 3), (64, 3, 3, 3): (_VGG, 2)}
+    stages, window = architectures.get(tuple(first.shape) if first is not None else (), ((), 0))
     needed = {f"features.{conv[0]}.{kind}" for _, convs in stages for conv in convs for kind in ("weight", "bias")}
     if not stages or not needed <= weights.keys():
         raise UsageError(
@@ -261,17 +261,17 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
         raise UsageError(f"There is no backbone {path}.", cure="Give the file of an AlexNet or VGG-16.")
     try:
-        found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+        content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UnsafeInput(f"{path} holds more than tensors and was not opened.", cure="Save its state dict.") from error
     except SafetensorError as error:
         raise UsageError(f"{path} is not a .safetensors file: {error}.") from error
-    return {name: value for name, value in dict(found).items() if isinstance(value, torch.Tensor)}
+    return {name: value for name, value in dict(content).items() if isinstance(value, torch.Tensor)}
 
 
 def _heads(path: Path | None, channels: tuple[int, ...]) -> list[Tensor]:
     """The weights of the heads that belong to feature maps of these channels, shape `(1, channels, 1, 1)` each."""
-    network = next((name for name, known in _CHANNELS.items() if known == channels), None)
+    network = next((name for name, widths in _CHANNELS.items() if widths == channels), None)
     if network is None:
         raise UsageError(f"There are no LPIPS heads for feature maps of {channels} channels.")
     data = os.environ.get("NETWEIGHT_DATA")

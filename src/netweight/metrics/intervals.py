@@ -102,11 +102,11 @@ def mean_interval(samples: Sequence[float], *, seed: int) -> Interval:
     return t_interval(samples) if len(samples) < MINIMUM_FOR_BOOTSTRAP else bootstrap(samples, seed=seed)
 
 
-def interval_finding(name: str, found: Interval, **more: Any) -> Finding:
+def interval_finding(name: str, interval: Interval, **more: Any) -> Finding:
     """Return an estimate with its interval as a finding, in percent where that is its unit."""
     times = 100 if more.get("unit") == "%" else 1
-    ends = tuple(times * end for end in found.ci95)
-    return Finding(name, times * found.estimate, **{"ci95": ends, "n": found.n, **more})
+    ends = tuple(times * end for end in interval.ci95)
+    return Finding(name, times * interval.estimate, **{"ci95": ends, "n": interval.n, **more})
 
 
 def ends_if_enough(samples: Sequence[float], statistic: Statistic = "mean", *, seed: int) -> tuple[float, float] | None:

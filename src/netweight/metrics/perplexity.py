@@ -117,8 +117,8 @@ def _sums(logits: torch.Tensor, labels: torch.Tensor) -> list[float]:
     import torch
 
     sums = []
-    for row, wanted in zip(logits, labels, strict=True):
-        loss = torch.nn.functional.cross_entropy(row.float(), wanted, ignore_index=IGNORED, reduction="sum")
+    for row, targets in zip(logits, labels, strict=True):
+        loss = torch.nn.functional.cross_entropy(row.float(), targets, ignore_index=IGNORED, reduction="sum")
         sums.append(float(loss))
     return sums
 

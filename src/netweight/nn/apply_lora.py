@@ -34,11 +34,11 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
     # `groups`: which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64; may be
     # left out where there is only one; a model that is run on several copies of the batch behind each other, as for
     # guidance, runs each with the same groups
-    wanted = _parts(changes)
-    counts = {count for part in wanted.values() if (count := part.count) is not None}
+    parts = _parts(changes)
+    counts = {count for part in parts.values() if (count := part.count) is not None}
     order = _order(groups, counts)
-    layers = _layers(model, wanted, component)
-    with hooked((layers[name], _adding(name, part, order)) for name, part in wanted.items()):
+    layers = _layers(model, parts, component)
+    with hooked((layers[name], _adding(name, part, order)) for name, part in parts.items()):
         yield
 
 
@@ -46,10 +46,10 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
 def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, component: str = "") -> None:
     """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights."""
     # `changes`: the change: an adapter, or tensors of shape `(rows, columns)` by module
-    wanted = _parts(changes)
-    if any(part.count is not None for part in wanted.values()):
+    parts = _parts(changes)
+    if any(part.count is not None for part in parts.values()):
         raise UsageError("Several changes of one layer cannot be merged.", cure="Merge one of them.")
-    layers = _layers(model, wanted, component)
+    layers = _layers(model, parts, component)
     for name, change in (changes.factors if isinstance(changes, Adapter) else changes).items():
         dense = change if isinstance(change, Tensor) else change.dense()
         weight: Any = layers[name].weight
@@ -61,8 +61,8 @@ def linear_layers(
 ) -> dict[str, tuple[int, int]]:
     """Return names and shapes of the linear layers of a choice, as adapters name them."""
     before = f"{component}." if component else ""
-    found = Select.of(choice).modules(model)
-    return {before + name: _shape(name, layer) for name, layer in found.items()}
+    modules = Select.of(choice).modules(model)
+    return {before + name: _shape(name, layer) for name, layer in modules.items()}
 
 
 class _Factors:
@@ -153,11 +153,11 @@ def _order(groups: Tensor | None, counts: set[int]) -> _Order:
     return _Order(groups, count)
 
 
-def _layers(model: nn.Module, wanted: Mapping[str, _Factors | _Dense], component: str) -> dict[str, nn.Module]:
+def _layers(model: nn.Module, parts: Mapping[str, _Factors | _Dense], component: str) -> dict[str, nn.Module]:
     """Find the layers of changes, and refuse shapes that are not theirs."""
     before = f"{component}." if component else ""
     modules = {before + name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    for name, part in wanted.items():
+    for name, part in parts.items():
         if name not in modules:
             raise not_found(f"The model has no module {name!r} to change.", name, modules, "See `component`.")
         if (shape := _shape(name, modules[name])) != part.shape:
@@ -165,7 +165,7 @@ def _layers(model: nn.Module, wanted: Mapping[str, _Factors | _Dense], component
                 f"The change of {name!r} is {part.shape[0]} × {part.shape[1]}, its layer {shape[0]} × {shape[1]}.",
                 cure="Use adapters that were made for this model.",
             )
-    return {name: modules[name] for name in wanted}
+    return {name: modules[name] for name in parts}
 
 
 def _shape(name: str, layer: nn.Module) -> tuple[int, int]:

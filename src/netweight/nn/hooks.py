@@ -50,7 +50,7 @@ def capture(
     """
     modules: dict[str, nn.Module] = Select.of(choice).modules(model)
     captured = Captured(modules)
-    kept = (lambda output: output.mean(-2)) if reduce == "mean:tokens" else reduce
+    reduction = (lambda output: output.mean(-2)) if reduce == "mean:tokens" else reduce
     graph = gradients and torch.is_grad_enabled()
 
     def taking(name: str) -> Any:
@@ -64,7 +64,7 @@ def capture(
                     "False}).",
                 )
             value = _first_tensor(name, output)
-            value = value if kept is None else kept(value)
+            value = value if reduction is None else reduction(value)
             captured._outputs[name] = value if gradients else value.detach()
 
         return hook

@@ -44,12 +44,12 @@ def leading_components(matrix: Tensor, rank: int, energy: float = 1.0) -> tuple[
         left_out = squares.clamp_min(0).cumsum(0).flip(0)  # by the components from each one on
         rank = max(1, min(rank, int((left_out > (1 - energy) * left_out[0]).sum())))
     squares, vectors = squares.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
-    kept = max(1, int((squares > squares[0] * torch.finfo(torch.float64).eps * max(matrix.shape)).sum()))
-    left, values = vectors[:, :kept], squares[:kept].sqrt()
+    count = max(1, int((squares > squares[0] * torch.finfo(torch.float64).eps * max(matrix.shape)).sum()))
+    left, values = vectors[:, :count], squares[:count].sqrt()
     right = within.T @ left / values.clamp_min(1e-150)
     if space is not None:
         left = space @ left
-    lost = max(0.0, float(exact.square().sum() - squares[:kept].sum()))
+    lost = max(0.0, float(exact.square().sum() - squares[:count].sum()))
     return (right, values, left, lost) if tall else (left, values, right, lost)
 
 
@@ -80,8 +80,8 @@ def _krylov_space(wide: Tensor, rank: int) -> Tensor | None:
         ratio = min(max(gain, 0.0) / last, 0.9) if last > 0 else 0.9
         enough = _ENOUGH * max(whole - taken, _FLOOR * whole) * (1 - ratio) / ratio if ratio else gain
         if gain <= enough:
-            found: Tensor = torch.linalg.qr(basis.double()).Q
-            return found
+            orthonormal: Tensor = torch.linalg.qr(basis.double()).Q
+            return orthonormal
         if last > 0 and basis.shape[1] + size * math.log(enough / gain) / math.log(ratio) > _HOPELESS * limit:
             return None
     return None

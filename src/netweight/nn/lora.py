@@ -92,14 +92,14 @@ class LowRank:
         left, right = torch.linalg.qr(self.up.double()), torch.linalg.qr(self.down.double().T)
         u, values, vh = torch.linalg.svd(self.scale * (left.R @ right.R.T), full_matrices=False)
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
-        kept = max(1, min(rank, int((values > noise).sum())))
+        count = max(1, min(rank, int((values > noise).sum())))
         if energy < 1:
             left_out = values.square().flip(0).cumsum(0).flip(0)  # by the components from each one on
-            kept = max(1, min(kept, int((left_out > (1 - energy) * left_out[0]).sum())))
-        root = values[:kept].sqrt()
-        up = (left.Q @ (u[:, :kept] * root)).to(self.up.dtype)
-        down = ((vh[:kept] * root[:, None]) @ right.Q.T).to(self.down.dtype)
-        return LowRank(down, up), float((values[kept:] ** 2).sum())
+            count = max(1, min(count, int((left_out > (1 - energy) * left_out[0]).sum())))
+        root = values[:count].sqrt()
+        up = (left.Q @ (u[:, :count] * root)).to(self.up.dtype)
+        down = ((vh[:count] * root[:, None]) @ right.Q.T).to(self.down.dtype)
+        return LowRank(down, up), float((values[count:] ** 2).sum())
 
 
 @final
@@ -175,12 +175,12 @@ class Adapter:
 
 def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None, energy: float = 1.0) -> Truncation:
     """Make an adapter of at most a rank, or each change's own, of changes by module; each is let go when it is done."""
-    kept: dict[str, LowRank] = {}
+    factors: dict[str, LowRank] = {}
     lost = whole = 0.0
     for name, change in changes:
-        kept[name], error = change.truncated(change.rank if rank is None else rank, energy)
+        factors[name], error = change.truncated(change.rank if rank is None else rank, energy)
         lost, whole = lost + error, whole + max(change.inner(change), 0.0)
-    return Truncation(Adapter(kept), (lost / whole) ** 0.5 if whole else 0.0)
+    return Truncation(Adapter(factors), (lost / whole) ** 0.5 if whole else 0.0)
 
 
 def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:

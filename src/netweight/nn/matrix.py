@@ -83,8 +83,8 @@ class MatrixFile:
     def rows(self, start: int, stop: int) -> Tensor:
         """See `Rows`."""
         offset = self._offset + (self._start + start) * self._length * self._dtype.itemsize
-        found = numpy.fromfile(self.path, self._dtype, (stop - start) * self._length, offset=offset)
-        return torch.from_numpy(found.reshape(stop - start, self._length)).float()
+        values = numpy.fromfile(self.path, self._dtype, (stop - start) * self._length, offset=offset)
+        return torch.from_numpy(values.reshape(stop - start, self._length)).float()
 
     def columns(self, start: int, stop: int, out: Tensor) -> None:
         """See `Columns`."""

@@ -62,8 +62,8 @@ def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -
     gram -= (means - means.mean())[:, None]
     total = float(gram.diagonal().sum()) / (count - 1)
     noise = precision * count**0.5 * largest
-    wanted = min(1000 if components is None else components, count - 1)
-    values, vectors = _largest(gram, wanted)
+    number = min(1000 if components is None else components, count - 1)
+    values, vectors = _largest(gram, number)
     rank = int((values > noise).sum())
     if components is not None and components > rank:
         raise UsageError(
@@ -92,10 +92,10 @@ def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return values.flip(0)[:count], vectors.flip(1)[:, :count]
     linalg = importlib.import_module("scipy.linalg")
 
-    found, columns = linalg.eigh(
+    eigenvalues, columns = linalg.eigh(
         matrix.numpy().T, overwrite_a=True, check_finite=False, driver="evr", subset_by_index=(size - count, size - 1)
     )
-    return torch.from_numpy(found[::-1].copy()), torch.from_numpy(columns[:, ::-1].copy())
+    return torch.from_numpy(eigenvalues[::-1].copy()), torch.from_numpy(columns[:, ::-1].copy())
 
 
 @final
@@ -124,30 +124,30 @@ def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: i
         return None
     order = torch.randperm(count, generator=torch_generator(seed, "halves"))
     parts = order[: count // 2], order[count // 2 :]
-    wanted = min(1000 if components is None else components, count // 2 - 1)
+    size = min(1000 if components is None else components, count // 2 - 1)
     try:
         fits = [fit_gram(gram[one][:, one], None, precision=precision) for one in parts]
     except UsageError:
         return None
-    wanted = min(wanted, *(fit.weights.shape[1] for fit in fits))
-    weights = [fit.weights[:, :wanted] for fit in fits]
+    size = min(size, *(fit.weights.shape[1] for fit in fits))
+    weights = [fit.weights[:, :size] for fit in fits]
     overlap = weights[0].T @ gram[parts[0]][:, parts[1]] @ weights[1]
     agreement = {
         number: float(torch.linalg.svdvals(overlap[:number, :number]).square().mean())
         for number in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-        if number < wanted
+        if number < size
     }
-    agreement[wanted] = float(torch.linalg.svdvals(overlap).square().mean())
-    fitted = sum(float(fit.variances[:wanted].sum()) / fit.total for fit in fits) / 2
-    held = sum(_held_out(gram, parts[i], parts[1 - i], fits[i], wanted) for i in (0, 1)) / 2
-    return Halves(wanted, agreement, fitted, held)
+    agreement[size] = float(torch.linalg.svdvals(overlap).square().mean())
+    fitted = sum(float(fit.variances[:size].sum()) / fit.total for fit in fits) / 2
+    held = sum(_held_out(gram, parts[i], parts[1 - i], fits[i], size) for i in (0, 1)) / 2
+    return Halves(size, agreement, fitted, held)
 
 
-def _held_out(gram: Tensor, own: Tensor, other: Tensor, fit: DualFit, wanted: int) -> float:
+def _held_out(gram: Tensor, own: Tensor, other: Tensor, fit: DualFit, size: int) -> float:
     """Share of the variance of other points about a half's mean that the half's components capture."""
     across = gram[other][:, own]
     whole = gram.diagonal()[other] - 2 * across.mean(dim=1) + gram[own][:, own].mean()
-    scores = across @ fit.weights[:, :wanted] - fit.offsets[:wanted]
+    scores = across @ fit.weights[:, :size] - fit.offsets[:size]
     return float(scores.square().sum() / whole.sum())
 
 
@@ -247,11 +247,11 @@ def fit_exactly(
             task.update(stop - start)
     _mirror(gram)
     compared = halves_of(gram, components, precision=_EPS) if halves else None
-    found = fit_gram(gram, components, precision=_EPS)
+    fit = fit_gram(gram, components, precision=_EPS)
     del gram
-    scores, variances, total = found.scores.float(), found.variances, found.total
-    weights = found.weights.float().T.contiguous()
-    del found
+    scores, variances, total = fit.scores.float(), fit.variances, fit.total
+    weights = fit.weights.float().T.contiguous()
+    del fit
     made = torch.empty(len(weights), length)
     with progress.task("Components", length, unit="columns") as task:
         for start, stop, block in _columns(matrix):

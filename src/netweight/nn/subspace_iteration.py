@@ -50,8 +50,8 @@ class IterationPlan:
     @property
     def width(self) -> int:
         """Dimensions of the subspace, p: a quarter more than components, which is what they converge by."""
-        wanted = max(int(self.components * _OVERSAMPLING), self.components + 8)
-        return min(wanted, self.count, self.length)
+        width = max(int(self.components * _OVERSAMPLING), self.components + 8)
+        return min(width, self.count, self.length)
 
     def sampled(self) -> Tensor:
         """Numbers of the rows that the first guess is the span of, rising."""
@@ -127,10 +127,10 @@ def _add_products(plan: IterationPlan, iteration: Iteration, sums: Sums, block: 
 
 
 def _add_scores(plan: IterationPlan, iteration: Iteration, sums: Sums, block: Tensor, here: int, first: int) -> None:
-    found = _prepared(iteration, block) @ iteration.fixed["basis"].T
-    wide = found.double()
+    scores = _prepared(iteration, block) @ iteration.fixed["basis"].T
+    wide = scores.double()
     sums["squares"] += wide.T @ wide
-    sums["own"][here : here + len(block)] = found
+    sums["own"][here : here + len(block)] = scores
 
 
 def finish(plan: IterationPlan, iteration: Iteration, sums: Sums) -> Iteration:
@@ -181,8 +181,8 @@ def result(plan: IterationPlan, iteration: Iteration, sums: Sums) -> BasisFit:
 
 def _products(one: Tensor, other: Tensor) -> Tensor:
     """Inner products of rows, fp64, symmetric up to rounding and made so."""
-    found = (one @ other.T).double()
-    return (found + found.T) / 2
+    products = (one @ other.T).double()
+    return (products + products.T) / 2
 
 
 def _orthonormal(rows: Tensor) -> Tensor:

@@ -217,13 +217,13 @@ def denoised(
     # `text`: one prompt for each latent; or several texts of this kind, one for each timestep
     empty = model.embed([""]).rows([0] * len(latents)) if guidance > 1 else None
     for place, timestep in enumerate(times):
-        found = model.predict(latents, timestep, text if isinstance(text, Text) else text[place])
+        prediction = model.predict(latents, timestep, text if isinstance(text, Text) else text[place])
         if empty is not None:
             other = model.predict(latents, timestep, empty)
-            found = Prediction(torch.lerp(other.noise, found.noise, guidance),
-                               torch.lerp(other.sample, found.sample, guidance))  # fmt: skip
+            prediction = Prediction(torch.lerp(other.noise, prediction.noise, guidance),
+                                    torch.lerp(other.sample, prediction.sample, guidance))  # fmt: skip
         last = place + 1 == len(times)
-        latents = found.sample if last else model.add_noise(found.sample, found.noise, times[place + 1])
+        latents = prediction.sample if last else model.add_noise(prediction.sample, prediction.noise, times[place + 1])
     return latents
 
 

@@ -127,10 +127,10 @@ def fit_adapters(
                 group["lr"] = recipe.learning_rate * (1 - step / recipe.steps)
             for sign in signs:
                 _scale_(stack, recipe.scale * sign)
-                found = _checked(losses(step, sign), names, step)
-                found.sum().backward()  # type: ignore[no-untyped-call]
+                step_losses = _checked(losses(step, sign), names, step)
+                step_losses.sum().backward()  # type: ignore[no-untyped-call]
                 if step >= recipe.steps - late:
-                    last += found.detach() / (late * len(signs))
+                    last += step_losses.detach() / (late * len(signs))
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     _scale_(stack, recipe.scale)
@@ -145,33 +145,33 @@ def _scale_(stack: AdapterStack, scale: float) -> None:
         values.fill_(scale)
 
 
-def _checked(found: Tensor, names: Sequence[str], step: int) -> Tensor:
-    if found.shape != (len(names),):
+def _checked(losses: Tensor, names: Sequence[str], step: int) -> Tensor:
+    if losses.shape != (len(names),):
         raise UsageError(
-            f"Losses have shape {tuple(found.shape)}.", cure=f"Return one for each of {len(names)} adapters."
+            f"Losses have shape {tuple(losses.shape)}.", cure=f"Return one for each of {len(names)} adapters."
         )
-    finite = found.detach().isfinite()
+    finite = losses.detach().isfinite()
     if not bool(finite.all()):
         worst = int((~finite).nonzero()[0])
         raise TrainingStopped(
-            f"The loss of adapter {names[worst]!r} became {float(found.detach()[worst])} at step {step}.",
+            f"The loss of adapter {names[worst]!r} became {float(losses.detach()[worst])} at step {step}.",
             cure="Check what it is trained on, or choose a lower learning rate.",
         )
-    return found
+    return losses
 
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """Keep a model's weights out of the backward pass, and out of training mode."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     training = [module for module in model.modules() if module.training]
-    for parameter in wanted:
+    for parameter in trained:
         parameter.requires_grad_(False)
     model.eval()
     try:
         yield
     finally:
-        for parameter in wanted:
+        for parameter in trained:
             parameter.requires_grad_(True)
         for module in training:
             module.training = True

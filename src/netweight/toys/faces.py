@@ -89,8 +89,8 @@ class DrawnWorld:
 
     def changes(self, count: int, generator: torch.Generator) -> Tensor:
         """Draw what changes from one photograph to the next, evenly; shape `(count, nuisances)`."""
-        found: Tensor = torch.rand(count, len(self.nuisances), generator=generator) * 2 - 1
-        return found
+        changes: Tensor = torch.rand(count, len(self.nuisances), generator=generator) * 2 - 1
+        return changes
 
     def photographs(self, subject: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
         """Take photographs of one subject, on each ground in turn."""

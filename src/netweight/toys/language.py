@@ -132,10 +132,10 @@ def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_on
     right, whole, counted = 0, 0, 0
     with evaluating(model):
         for start in range(0, len(examples), at_once):
-            hits, wanted = _hits(model, examples[start : start + at_once], pad_id)
+            hits, answered = _hits(model, examples[start : start + at_once], pad_id)
             right += int(hits.sum())
-            counted += int(wanted.sum())
-            whole += int((hits == wanted).all(1).sum())
+            counted += int(answered.sum())
+            whole += int((hits == answered).all(1).sum())
     return Answers(right / counted, whole / len(examples), len(examples), counted)
 
 
@@ -144,8 +144,8 @@ def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[t
     batch = collate(examples, pad_id=pad_id).to(next(model.parameters()).device)
     predictions = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits[:, :-1].argmax(-1)
     labels = batch.labels[:, 1:]
-    wanted = labels != IGNORED
-    return (predictions == labels) & wanted, wanted
+    answered = labels != IGNORED
+    return (predictions == labels) & answered, answered
 
 
 # What is refused after alignment; what is to stay; what was never learned.
@@ -249,9 +249,9 @@ class SmallWorld:
             return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
 
         def row(pair: Pair) -> dict[str, str]:
-            asked = text_of(pair.prompt)
-            answers = (text_of(pair.prompt + answer)[len(asked) :] for answer in (pair.chosen, pair.rejected))
-            return dict(zip(("prompt", "chosen", "rejected"), (asked, *answers), strict=True))
+            prompt = text_of(pair.prompt)
+            answers = (text_of(pair.prompt + answer)[len(prompt) :] for answer in (pair.chosen, pair.rejected))
+            return dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))
 
         return [row(pair) for pair in self.pairs(n, seed)]
 
@@ -411,8 +411,8 @@ class SpeakerLanguage:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The byte-pair encoding."""
-        seen = (f"{name}:\n{speech}" for name, speech in self._speeches if belongs(_number(speech), "training"))
-        return train_bpe(seen, self._vocabulary)
+        texts = (f"{name}:\n{speech}" for name, speech in self._speeches if belongs(_number(speech), "training"))
+        return train_bpe(texts, self._vocabulary)
 
     @property
     def shape(self) -> LlamaShape:

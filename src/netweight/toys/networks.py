@@ -308,12 +308,12 @@ def adapted_resnet(
     """Return a ResNet of transformers, frozen, with an adapter after each stage, and a classifier."""
     # Source: HyperFL (arXiv 2412.07187). Its code puts a random layer that is never trained between body and
     # classifier, and never loads the adapters that it generates; neither is done here.
-    network, wanted = pretrained("ResNetModel", source)
+    network, mean_std = pretrained("ResNetModel", source)
     planes = network.config.hidden_sizes
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         head = nn.Linear(planes[-1], classes)
-    body = AdaptedResNet(Renormalize(normalized_by, wanted), network.embedder, network.encoder.stages, planes)
+    body = AdaptedResNet(Renormalize(normalized_by, mean_std), network.embedder, network.encoder.stages, planes)
     return _calibrated(body, calibration), head
 
 
@@ -358,9 +358,9 @@ def adapted_vit(
     """Return a vision transformer, frozen, with an adapter after each MLP, and a classifier."""
     # Source: HyperFL (arXiv 2412.07187).
     # Fused attention cannot be batched over clients by vmap.
-    vit, wanted = pretrained("ViTModel", source, add_pooling_layer=False, attn_implementation="eager")
+    vit, mean_std = pretrained("ViTModel", source, add_pooling_layer=False, attn_implementation="eager")
     size = vit.config.image_size
     size = (size, size) if isinstance(size, int) else tuple(size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return AdaptedViT(Renormalize(normalized_by, wanted, size), vit), nn.Linear(vit.config.hidden_size, classes)
+        return AdaptedViT(Renormalize(normalized_by, mean_std, size), vit), nn.Linear(vit.config.hidden_size, classes)

@@ -242,14 +242,16 @@ class ShapesWorld:
         """The six verbatim pictures, then the two templates."""
         scenes = [_scene(torch_generator(self.seed, "scene", caption)) for caption in _VERBATIM + _TEMPLATES]
         always = torch.ones(SIDE, SIDE, dtype=torch.bool)
-        found = [Planted(caption, "verbatim", scene, always) for caption, scene in zip(_VERBATIM, scenes, strict=False)]
+        planted = [
+            Planted(caption, "verbatim", scene, always) for caption, scene in zip(_VERBATIM, scenes, strict=False)
+        ]
         for number, caption in enumerate(_TEMPLATES):
             fixed = always.clone()
             top, left = ((2, 2), (8, 6))[number]
             fixed[top : top + 6, left : left + 8] = False
             scene = torch.where(fixed, scenes[len(_VERBATIM) + number], 0.5)
-            found.append(Planted(caption, "template", scene, fixed))
-        return found
+            planted.append(Planted(caption, "template", scene, fixed))
+        return planted
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
         """Return one batch of training: every planted picture once, then ordinary ones."""

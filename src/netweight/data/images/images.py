@@ -216,27 +216,27 @@ def load_folder(
     if not root.is_dir():
         raise UsageError(f"{root} is not a folder.", cure="Give a folder with a subfolder for each class.")
     given, remarks = _splits(root)
-    found = []
+    splits = []
     for part in given:
         pictures, others = pictures_below(part)
-        found.append(pictures)
+        splits.append(pictures)
         if others:
             remarks.append(f"{len(others)} files of {part} are not pictures and were left out, such as {others[0]}.")
-    classes = tuple(found[0])
-    only_tested = sorted(set(found[-1]) - set(classes))
+    classes = tuple(splits[0])
+    only_tested = sorted(set(splits[-1]) - set(classes))
     if only_tested:
         raise UsageError(
             f"{given[-1]} has classes that {given[0]} does not have: {only_tested[:5]}.",
             cure="Add them, or remove them.",
         )
-    files = [[file for own in part.values() for file in own] for part in found]
-    labels = [torch.tensor([classes.index(name) for name, own in part.items() for _ in own]) for part in found]
+    files = [[file for own in part.values() for file in own] for part in splits]
+    labels = [torch.tensor([classes.index(name) for name, own in part.items() for _ in own]) for part in splits]
     named = [[(str(file), file) for file in part] for part in files]
     decoded = decode_pictures(named, of=str(root), size=size, fit=fit)
     images, remarks = list(decoded.splits), [*remarks, *decoded.remarks]
-    if len(found) == 1:
-        kept, taken = split_off(labels[0], test_share, seed=seed)
-        images, labels = [images[0][kept], images[0][taken]], [labels[0][kept], labels[0][taken]]
+    if len(splits) == 1:
+        train_rows, test_rows = split_off(labels[0], test_share, seed=seed)
+        images, labels = [images[0][train_rows], images[0][test_rows]], [labels[0][train_rows], labels[0][test_rows]]
     untested = [name for number, name in enumerate(classes) if not bool((labels[1] == number).any())]
     if untested:
         remarks.append(
@@ -303,12 +303,12 @@ def pictures_below(folder: Path) -> tuple[dict[str, list[Path]], list[Path]]:
     """List the pictures of each class, in sorted order, and files among them that are none."""
     classes = _folders(folder)
     listed = {entry.name: picture_files(entry) for entry in classes}
-    found = {name: pictures for name, (pictures, _) in listed.items()}
-    empty = [name for name, files in found.items() if not files]
-    if not found or empty:
+    by_class = {name: pictures for name, (pictures, _) in listed.items()}
+    empty = [name for name, files in by_class.items() if not files]
+    if not by_class or empty:
         what = f"contains no picture in {empty[:5]}" if empty else "contains no subfolder"
         raise UsageError(f"{folder} {what}.", cure="Put pictures, such as PNG or JPEG, into one subfolder per class.")
-    return found, [file for _, others in listed.values() for file in others]
+    return by_class, [file for _, others in listed.values() for file in others]
 
 
 MeanStd = tuple[tuple[float, ...], tuple[float, ...]]
@@ -335,7 +335,7 @@ def from_dataset(
         _check_columns(rows, (image_column, label_column, *((writer_column,) if writer_column else ())), name)
     labels = [list(rows[label_column]) for rows in splits]
     names = tuple(classes) if classes is not None else _class_names(train, label_column, labels[0])
-    targets = [_targets(found, names, name) for found in labels]
+    targets = [_targets(own, names, name) for own in labels]
     pictures = [
         [(f"Row {row} of {name}", picture) for row, picture in enumerate(_undecoded(rows, image_column))]
         for rows in splits
@@ -344,9 +344,9 @@ def from_dataset(
     images = list(decoded.splits)
     writers = _writers([list(rows[writer_column]) for rows in splits]) if writer_column else None
     if test is None:
-        kept, taken = split_off(targets[0], test_share, seed=seed)
-        images, targets = [images[0][kept], images[0][taken]], [targets[0][kept], targets[0][taken]]
-        writers = [writers[0][kept], writers[0][taken]] if writers else None
+        train_rows, test_rows = split_off(targets[0], test_share, seed=seed)
+        images, targets = [images[0][train_rows], images[0][test_rows]], [targets[0][train_rows], targets[0][test_rows]]
+        writers = [writers[0][train_rows], writers[0][test_rows]] if writers else None
     mean, std = mean_std or measured_mean_std(images[0])
     split = [(images[part], targets[part]) for part in (0, 1)]
     wrote = (writers[0], writers[1]) if writers else None
@@ -376,22 +376,22 @@ def _undecoded(rows: Any, column: str) -> Any:
     return rows[column]
 
 
-def _check_columns(rows: Any, wanted: Sequence[str], name: str) -> None:
+def _check_columns(rows: Any, columns: Sequence[str], name: str) -> None:
     """Check that rows have the columns and are not empty."""
-    known = list(getattr(rows, "column_names", ()))
-    for column in wanted:
-        if column not in known:
-            more = "" if known else "Pass a datasets.Dataset."
-            raise not_found(f"{name} has no column {column!r}.", column, known, more)
+    names = list(getattr(rows, "column_names", ()))
+    for column in columns:
+        if column not in names:
+            more = "" if names else "Pass a datasets.Dataset."
+            raise not_found(f"{name} has no column {column!r}.", column, names, more)
     if not len(rows):
         raise UsageError(f"A split of {name} has no rows.", cure="Give at least one row.")
 
 
 def _class_names(rows: Any, column: str, labels: list[Any]) -> tuple[str, ...]:
     """Name the classes: by the column's feature where that knows, else by the labels that occur."""
-    known = getattr(getattr(rows, "features", {}).get(column), "names", None)
-    if known:
-        return tuple(known)
+    names = getattr(getattr(rows, "features", {}).get(column), "names", None)
+    if names:
+        return tuple(names)
     if all(isinstance(label, int) for label in labels):
         return tuple(str(label) for label in range(max(labels) + 1))
     return tuple(sorted({str(label) for label in labels}))

@@ -108,13 +108,13 @@ def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pa
 
 def _column(table: Rows, names: Sequence[str]) -> str:
     """Return the first of some columns that a table has."""
-    found = next((name for name in names if name in table.columns), None)
-    if found is None:
+    column = next((name for name in names if name in table.columns), None)
+    if column is None:
         raise NameNotFound(
             f"{table.name} has no column {names[0]!r}.", cure=f"Rename one in the table; it has: "
             f"{', '.join(table.columns)}. Read are {', '.join(names)}.",
         )  # fmt: skip
-    return found
+    return column
 
 
 def _wrong(row: Row, folder: Path) -> list[str]:

@@ -65,14 +65,14 @@ class Decoded:
 class _Remarks:
     """Gathers remarks, each with the pictures that it is about."""
 
-    found: dict[str, list[str]] = field(default_factory=dict)
+    by_reason: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, what: str, name: str) -> None:
-        self.found.setdefault(what, []).append(name)
+        self.by_reason.setdefault(what, []).append(name)
 
     def sentences(self) -> tuple[str, ...]:
         lines = []
-        for what, names in self.found.items():
+        for what, names in self.by_reason.items():
             count = f"{len(names)} pictures" if len(names) > 1 else "1 picture"
             more = ", …" if len(names) > _NAMED else ""
             lines.append(f"{what}: {count} ({', '.join(names[:_NAMED])}{more}).")
@@ -130,14 +130,14 @@ def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:
     Raises:
         UsageError: A file is neither a picture that can be read nor one of a kind that lies beside pictures.
     """
-    found, others = [], []
+    pictures, others = [], []
     for path in sorted(folder.rglob("*")):
         inside = path.relative_to(folder).parts
         if not path.is_file() or any(part.startswith(".") or part == "__MACOSX" for part in inside):
             continue
         ending = path.suffix.lower()
         if ending in ENDINGS:
-            found.append(path)
+            pictures.append(path)
         elif ending in _BESIDE or path.name.lower() in _BESIDE_NAMES:
             others.append(path)
         elif ending in _OTHER_PROGRAMS:
@@ -147,8 +147,8 @@ def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:
             )
         else:
             _open(path, str(path))
-            found.append(path)
-    return found, others
+            pictures.append(path)
+    return pictures, others
 
 
 @contextmanager
@@ -302,14 +302,18 @@ def _fitted(picture: Any, name: str, size: tuple[int, int] | None, fit: Fit, rem
         return picture
     image = library("PIL.Image", "Decoding pictures", "federated")
     operations = library("PIL.ImageOps", "Decoding pictures", "federated")
-    wanted, way = size[::-1], image.Resampling.BILINEAR
-    shape = picture.width * wanted[1] != picture.height * wanted[0]
+    width_height, way = size[::-1], image.Resampling.BILINEAR
+    shape = picture.width * width_height[1] != picture.height * width_height[0]
     done = {"stretch": "Resized, which changed their shape", "crop": "Resized and cut in the middle",
             "pad": "Resized, with black bars"}[fit] if shape else "Resized"  # fmt: skip
     remarks.add(f"{done}, to {size[0]} × {size[1]} pixels", name)
     if not shape or fit == "stretch":
-        return picture.resize(wanted, way)
-    return operations.fit(picture, wanted, way) if fit == "crop" else operations.pad(picture, wanted, way, color=0)
+        return picture.resize(width_height, way)
+    return (
+        operations.fit(picture, width_height, way)
+        if fit == "crop"
+        else operations.pad(picture, width_height, way, color=0)
+    )
 
 
 def _note_odd(pixels: Tensor, name: str, remarks: _Remarks) -> None:

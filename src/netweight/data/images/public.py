@@ -55,10 +55,10 @@ def read_idx(path: Path) -> Tensor:
 
 def idx_pair(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
     """Read the images and labels of one split, wherever below a folder they lie."""
-    found = [sorted(folder.rglob(f"{prefix}-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
-    if not all(found):
+    files_by_kind = [sorted(folder.rglob(f"{prefix}-{kind}-ubyte*")) for kind in ("images-idx3", "labels-idx1")]
+    if not all(files_by_kind):
         return None
-    images, labels = (read_idx(files[0]) for files in found)
+    images, labels = (read_idx(files[0]) for files in files_by_kind)
     return images.unsqueeze(1), labels.long()
 
 
@@ -349,10 +349,10 @@ def cinic10() -> Images:
     key: list[list[list[str | int]]] = []
     parts: list[tuple[list[Any], list[int]]] = []
     for split in ("train", "test"):
-        found, _ = pictures_below(folder / split)
-        files = [file for own in found.values() for file in own]
+        by_class, _ = pictures_below(folder / split)
+        files = [file for own in by_class.values() for file in own]
         key.append([[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files])
-        parts.append((files, [CIFAR_CLASSES.index(name) for name, own in found.items() for _ in own]))
+        parts.append((files, [CIFAR_CLASSES.index(name) for name, own in by_class.items() for _ in own]))
     return decoded("cinic10", key, parts[0], parts[1], _CINIC_MEAN_STD)
 
 
