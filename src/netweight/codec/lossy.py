@@ -73,8 +73,8 @@ class Rounding:
     @property
     def bound(self) -> Fraction:
         """The largest relative change of a weight; see `relative_bound`."""
-        kept = 2 ** (self.mantissa_bits + 1) + 1
-        rounding = Fraction(1, kept)
+        levels = 2 ** (self.mantissa_bits + 1) + 1
+        rounding = Fraction(1, levels)
         if self.block_size is None:
             return rounding
         # Nine bits of normalizer times seven at most fit the mantissa of a float32, so that no rounding follows there.

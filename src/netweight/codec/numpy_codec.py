@@ -178,12 +178,12 @@ def decode_chunk(
     header: Any, size: int, number: int, chunk: Any, out: Bytes, check: bool, path: str = "python", base: Any = None
 ) -> None:
     """Decode chunk `number` of a blob of `size` bytes whose header and index are at hand."""
-    found, body = header_of(header, size=size), as_bytes(chunk)
-    starts, step = found.chunk_starts, found.element.number_bytes << found.chunk_log2
-    expected = min(step, found.nbytes - number * step)
+    fields, body = header_of(header, size=size), as_bytes(chunk)
+    starts, step = fields.chunk_starts, fields.element.number_bytes << fields.chunk_log2
+    expected = min(step, fields.nbytes - number * step)
     if not 0 <= number < len(starts) - 1 or len(body) != starts[number + 1] - starts[number] or out.nbytes != expected:
         raise ValueError("the chunk, or the output for it, has another size")
-    out[:] = _decode(found, number, body, _base_of(found, base, expected), check)
+    out[:] = _decode(fields, number, body, _base_of(fields, base, expected), check)
 
 
 def _base_of(header: Header, base: Any, nbytes: int) -> Bytes | None:

@@ -327,11 +327,11 @@ def read_wide(reader: Reader, width: int, count: int) -> Words:
 
 def _rare_symbols(streams: list[Patches]) -> list[int]:
     """The 14 symbols that patches need most, the most frequent first."""
-    seen: dict[int, int] = {}
+    counts: dict[int, int] = {}
     for patches in streams:
         for _, symbol in patches:
-            seen[symbol] = seen.get(symbol, 0) + 1
-    return sorted(seen, key=lambda symbol: (-seen[symbol], symbol))[:LITERAL]
+            counts[symbol] = counts.get(symbol, 0) + 1
+    return sorted(counts, key=lambda symbol: (-counts[symbol], symbol))[:LITERAL]
 
 
 def _rare_list(symbols: list[int]) -> bytes:

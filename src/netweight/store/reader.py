@@ -161,13 +161,13 @@ class StoredFile:
             return None
         if name not in self.description.same:
             info = self.info(name)
-            if (found := self.base.find(name, info.dtype, info.shape)) is None:
+            if (place := self.base.find(name, info.dtype, info.shape)) is None:
                 raise UsageError(
                     f"{self.base.path} has no {info.dtype} tensor {name!r} of shape {info.shape}, from which "
                     f"{self.path} holds a difference.",
                     cure="Give the base that it was made from: base=, --base, or the variable NETWEIGHT_BASE.",
                 )
-            return found
+            return place
         at, other = self.description.same[name]
         file = self if not at else self._beside(at)
         if other not in file or (file.description is not None and other in file.description.same):

@@ -48,11 +48,11 @@ def plain_size(source: Path) -> int:
         return file.nbytes + len(plain_head(file))
 
 
-def check_digest(path: Path, found: str, recorded: str) -> None:
+def check_digest(path: Path, digest: str, recorded: str) -> None:
     """Compare a restored file with what was recorded of the original."""
-    if found != recorded:
+    if digest != recorded:
         raise CorruptBlob(
-            f"{path}: the restored content has digest {found}, recorded is {recorded}.",
+            f"{path}: the restored content has digest {digest}, recorded is {recorded}.",
             cure="The compressed folder is damaged: fetch or make it again.",
         )
 

@@ -346,14 +346,14 @@ def is_pickle(start: bytes) -> bool:
     """Return whether a file that starts so is a pickle, of any protocol, or torch's archive of one."""
     if start.startswith((b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))):
         return True
-    found = 0  # protocols 0 and 1 have no marker: their opcodes are read, which runs none
+    opcodes = 0  # protocols 0 and 1 have no marker: their opcodes are read, which runs none
     try:
         for opcode, _, _ in pickletools.genops(start):
-            found += 1
+            opcodes += 1
             if opcode.name == "STOP":
                 return True
     except Exception:
-        return found >= _OPCODES
+        return opcodes >= _OPCODES
     return False
 
 

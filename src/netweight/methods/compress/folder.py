@@ -447,8 +447,8 @@ class _Compression:
         target = self.work.file(item.stored)
         _copy(self.source / item.path, target)
         self.task.update(item.size)
-        found, size = digest_file(target), target.stat().st_size
-        return FileEntry(item.path, "carried", item.stored, size, found, size, found)
+        digest, size = digest_file(target), target.stat().st_size
+        return FileEntry(item.path, "carried", item.stored, size, digest, size, digest)
 
     def _rewrite(self, item: PlannedFile, content: bytes, stored: bytes) -> FileEntry:
         """Write new content for a file and keep the original in its entry."""

@@ -247,13 +247,13 @@ def _part(at: str) -> str:
 
 def clashing(names: Iterable[str]) -> str | None:
     """A path that occurs twice, or that is a folder of another one; None if there is none."""
-    seen: set[str] = set()
+    paths: set[str] = set()
     for name in names:
-        if name in seen:
+        if name in paths:
             return name
-        seen.add(name)
-    parents = {parent.as_posix() for name in seen for parent in PurePosixPath(name).parents}
-    return min(seen & parents, default=None)
+        paths.add(name)
+    parents = {parent.as_posix() for name in paths for parent in PurePosixPath(name).parents}
+    return min(paths & parents, default=None)
 
 
 def check_place(root: Path, file: Path) -> None:
@@ -433,11 +433,11 @@ def make_plan(
             f"{source if at == '.' else source / at} {reason}: rounding would change the scales of all its weights.",
             cure="Leave mantissa_bits (--mantissa-bits) out: the bytes are then compressed without loss.",
         )
-    items, kept = tuple(_items(source, taken, bytes_only, sources)), set(taken)
+    items, planned = tuple(_items(source, taken, bytes_only, sources)), set(taken)
     stored = [*folders, *(item.stored for item in items), *([NOTE] if bytes_only else [])]
     if clash := clashing(stored):
         raise UsageError(f"Several files of {source} would be stored as {clash}.", cure="Exclude one of them.")
-    return FolderPlan(items, tuple(folders), tuple(path for path in files if path not in kept), bytes_only)
+    return FolderPlan(items, tuple(folders), tuple(path for path in files if path not in planned), bytes_only)
 
 
 def _walk(source: Path) -> tuple[list[str], list[str]]:

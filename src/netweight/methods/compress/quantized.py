@@ -70,7 +70,7 @@ def foreign_method(config: Any) -> str | None:
         The method's name; None if the configuration names none.
     """
     if isinstance(config, list | tuple):
-        return next((found for value in config if (found := foreign_method(value)) is not None), None)
+        return next((inner for value in config if (inner := foreign_method(value)) is not None), None)
     if not isinstance(config, Mapping):
         return None
     for key, value in config.items():
@@ -78,8 +78,8 @@ def foreign_method(config: Any) -> str | None:
             method = value.get("quant_method") or value.get("quant_algo") if isinstance(value, Mapping) else value
             if method not in (METHOD, HINT):
                 return str(getattr(method, "value", method) or "by a method that is not named")
-        elif (found := foreign_method(value)) is not None:
-            return found
+        elif (inner := foreign_method(value)) is not None:
+            return inner
     return None
 
 

@@ -40,7 +40,7 @@ def card(folder: Path) -> CardEntry | None:
     weights = [entry for entry in manifest.files if entry.kind == "compressed"]
     before, after = (sum(getattr(entry, name) for entry in weights) for name in ("nbytes", "stored_nbytes"))
     rounded = sum(entry.rounded for entry in weights)
-    kept = (
+    summary = (
         f"{rounded} tensors are rounded: each weight differs from the original by at most "
         f"{max(entry.bound for entry in weights):.3g} of itself, and the largest change was "
         f"{max(entry.worst_change for entry in weights):.3g}. The others are kept bit for bit."
@@ -56,7 +56,7 @@ def card(folder: Path) -> CardEntry | None:
         "diffusers where netweight is installed, and stay compressed in memory; `netweight decompress FOLDER NEW` "
         "restores the original files, `netweight verify FOLDER` checks all digests."
     )
-    text = f"{kept} {opened}"
+    text = f"{summary} {opened}"
     facts = (
         ("weights before", _bytes(before)),
         ("weights as stored", f"{_bytes(after)} ({after / before:.1%})" if before else _bytes(after)),

@@ -350,10 +350,10 @@ class _Reader:
         if self.select is None:
             return replace(plan, base=base)
         try:
-            kept = self.select.keys(sorted(plan.parts))
+            names = self.select.keys(sorted(plan.parts))
         except NetweightError as error:
             raise type(error)(f"{path}: {error.reason}", cure=error.cure) from error
-        return replace(plan, parts={name: plan.parts[name] for name in kept}, base=base)
+        return replace(plan, parts={name: plan.parts[name] for name in names}, base=base)
 
 
 def _ingest(
@@ -369,20 +369,20 @@ def _ingest(
     progress: Progress,
 ) -> None:
     """Collect adapters into a bank; see `AdapterBank.ingest`."""
-    found, bad = find_adapters(source)
-    there = _there(destination, found)
+    paths, bad = find_adapters(source)
+    there = _there(destination, paths)
     reader = _Reader(
         None if modules is None else ModelNames(modules), None if select is None else Select(select), base, conversion
     )
     old = dict(zip(there.names, (stamp for shard in there.shards for stamp in shard.stamps), strict=True))
-    stamps = {name: _stamp(path) for name, path in found.items()}
-    new = {name: path for name, path in found.items() if old.get(name) != stamps[name]}
-    seen = _checked(new, reader, bad, progress)
-    expected = there if there.modules else _usual(list(seen.values()))
-    bad |= _misfits(seen, expected)
-    good = sorted(seen.keys() - bad.keys())
+    stamps = {name: _stamp(path) for name, path in paths.items()}
+    new = {name: path for name, path in paths.items() if old.get(name) != stamps[name]}
+    headers = _checked(new, reader, bad, progress)
+    expected = there if there.modules else _usual(list(headers.values()))
+    bad |= _misfits(headers, expected)
+    good = sorted(headers.keys() - bad.keys())
     if bad and (not skip_bad or not (old or good)):
-        raise _refusal(source, bad, len(found))
+        raise _refusal(source, bad, len(paths))
     if not old and not good:
         raise UsageError(f"{source} contains no adapter.", cure="Name a folder with files of peft, diffusers or kohya.")
     with BankWriter(
@@ -394,14 +394,14 @@ def _ingest(
         bases: Counter[str] = Counter()
         for name in progress.track(good, "Adding adapters", len(good), unit="adapters"):
             try:
-                plan = seen[name].plan or reader.plan(seen[name].path)
+                plan = headers[name].plan or reader.plan(headers[name].path)
                 _add(writer, expected.modules, holders, name, plan, stamps[name])
                 bases.update([plan.base] if plan.base else [])
             except OutputFailed:
                 raise
             except NetweightError as error:
                 if not skip_bad:
-                    raise _refusal(source, {name: error}, len(found)) from error
+                    raise _refusal(source, {name: error}, len(paths)) from error
                 writer.skip(name, str(error))
                 progress.note(f"Skipped {name}: {error}")
         if not there.base:
@@ -412,7 +412,7 @@ def _checked(
     paths: Mapping[str, Path], reader: _Reader, bad: dict[str, NetweightError], progress: Progress
 ) -> dict[str, _Seen]:
     """Look at all headers and settings; what is wrong with an adapter by itself goes into `bad`."""
-    seen: dict[str, _Seen] = {}
+    headers: dict[str, _Seen] = {}
     kinds: dict[_Kind, _Kind] = {}
     for name, path in progress.track(paths.items(), "Checking adapters", len(paths), unit="adapters"):
         try:
@@ -421,8 +421,8 @@ def _checked(
             bad[name] = error
             continue
         kind = _Kind(tuple(plan.shapes.items()), tuple(plan.kernels.items()))
-        seen[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base, plan if len(seen) < _KEPT else None)
-    return seen
+        headers[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base, plan if len(headers) < _KEPT else None)
+    return headers
 
 
 def _add(
@@ -453,7 +453,7 @@ def _add(
     holders[content] = name
 
 
-def _there(destination: Path, found: Mapping[str, Path]) -> BankRecord:
+def _there(destination: Path, paths: Mapping[str, Path]) -> BankRecord:
     """The record of the bank, or of what an interrupted call left beside its place."""
     if (destination / RECORD).is_file():
         return read_bank_record(destination)
@@ -462,7 +462,7 @@ def _there(destination: Path, found: Mapping[str, Path]) -> BankRecord:
     if not (part / RECORD).is_file():
         return BankRecord({})
     record = read_bank_record(part)
-    if others := [name for name in record.names if name not in found]:
+    if others := [name for name in record.names if name not in paths]:
         raise UsageError(
             f"An interrupted call left {others[0]!r} in {part}, which this source does not hold.",
             cure=f"Repeat that call, or remove {part}.",
@@ -521,19 +521,19 @@ def _stamp(path: Path) -> str:
     return " ".join(f"{status.st_size}-{status.st_mtime_ns}" for status in (file.stat() for file in files))
 
 
-def _usual(seen: list[_Seen]) -> BankRecord:
+def _usual(headers: list[_Seen]) -> BankRecord:
     """Return the base of most adapters, and the modules of all of that base that fit together.
 
     A base is that of adapters which name it, and of others only where they change modules of these: never of modules
     that no adapter of the base changes.
     """
-    counts = Counter(base_key(one.base) for one in seen if one.base)
+    counts = Counter(base_key(one.base) for one in headers if one.base)
     key = counts.most_common(1)[0][0] if counts else None
-    seen = [one for one in seen if not one.base or base_key(one.base) == key]
+    headers = [one for one in headers if not one.base or base_key(one.base) == key]
     shapes: dict[str, tuple[int, int]] = {}
     kernels: dict[str, tuple[int, ...]] = {}
-    left = [kind for kind, _ in Counter(one.kind for one in seen).most_common()]
-    said = {one.kind for one in seen if one.base}
+    left = [kind for kind, _ in Counter(one.kind for one in headers).most_common()]
+    said = {one.kind for one in headers if one.base}
     joined: set[_Kind] = set()
 
     def fits(kind: _Kind) -> bool:
@@ -545,7 +545,7 @@ def _usual(seen: list[_Seen]) -> BankRecord:
         joined.add(joins)
         shapes |= joins.shapes
         kernels |= joins.kernels
-    bases = Counter(one.base for one in seen if one.base and one.kind in joined)
+    bases = Counter(one.base for one in headers if one.base and one.kind in joined)
     return BankRecord(dict(sorted(shapes.items())), dict(sorted(kernels.items())), _spelling(bases))
 
 
@@ -572,10 +572,10 @@ def _fits(
     return None
 
 
-def _misfits(seen: Mapping[str, _Seen], expected: BankRecord) -> dict[str, NetweightError]:
+def _misfits(headers: Mapping[str, _Seen], expected: BankRecord) -> dict[str, NetweightError]:
     """Adapters of other modules, shapes, kernels or bases than expected."""
     bad: dict[str, NetweightError] = {}
-    for name, one in seen.items():
+    for name, one in headers.items():
         if one.base and expected.base and base_key(one.base) != base_key(expected.base):
             bad[name] = UsageError(
                 f"{one.path} was trained on {one.base}, the others on {expected.base}.",

@@ -208,10 +208,10 @@ def rows_of(stack: AdapterStack) -> Rows:
     down, up = {}, {}
     for name in modules:
         ranks = stack.ranks[name]
-        kept = torch.arange(stack.down[name].shape[1]) < ranks.cpu()[:, None]
+        filled = torch.arange(stack.down[name].shape[1]) < ranks.cpu()[:, None]
         dtype = torch.promote_types(stack.down[name].dtype, stack.up[name].dtype)
-        down[name] = stack.down[name].detach().cpu().to(dtype)[kept]
-        up[name] = stack.up[name].detach().cpu().to(dtype).transpose(1, 2)[kept]
+        down[name] = stack.down[name].detach().cpu().to(dtype)[filled]
+        up[name] = stack.up[name].detach().cpu().to(dtype).transpose(1, 2)[filled]
     scale = torch.stack([stack.scale[name].detach().cpu().double() for name in modules], dim=1)
     rank = torch.stack([stack.ranks[name].detach().cpu().long() for name in modules], dim=1)
     return Rows(down, up, scale, rank)
@@ -496,7 +496,7 @@ class BankWriter:
         """Write what is held in memory; afterwards a kill cannot lose it."""
         if not self._pending or self._folder is None:
             return
-        kept, absorbed = self._absorbed()
+        remaining, absorbed = self._absorbed()
         parts = [*absorbed, *self._pending]
         number = max((int(shard.file[6:-12]) for shard in self._record.shards), default=-1) + 1
         file = self._folder / f"shard-{number:05d}.safetensors"
@@ -509,7 +509,7 @@ class BankWriter:
             tuple(content for part in parts for content in part.contents),
             tuple(stamp for part in parts for stamp in part.stamps),
         )
-        self._record = replace(self._record, shards=(*kept, entry), **self._notes)
+        self._record = replace(self._record, shards=(*remaining, entry), **self._notes)
         self._record.write(self._folder)
         self._pending, self._pending_bytes = [], 0
         self._clear(self._folder)
@@ -563,17 +563,17 @@ class BankWriter:
     def _absorbed(self) -> tuple[tuple[ShardRecord, ...], list[_Addition]]:
         """Last shards of no more adapters than are to be written are joined with these: few shards stay."""
         assert self._folder is not None
-        kept, size = list(self._record.shards), self._pending_bytes
+        remaining, size = list(self._record.shards), self._pending_bytes
         count = sum(len(one.rows) for one in self._pending)
         absorbed: list[_Addition] = []
-        while kept and len(kept[-1].names) <= count and kept[-1].nbytes + size <= self._shard_bytes:
-            shard = kept.pop()
+        while remaining and len(remaining[-1].names) <= count and remaining[-1].nbytes + size <= self._shard_bytes:
+            shard = remaining.pop()
             rows = ShardReader(self._folder / shard.file, list(self._record.modules), shard).rows(
                 0, len(shard.names), self._record.modules
             )
             absorbed.insert(0, _Addition(shard.names, rows, shard.contents, shard.stamps))
             size, count = size + rows.nbytes, count + len(rows)
-        return tuple(kept), absorbed
+        return tuple(remaining), absorbed
 
     def _clear(self, folder: Path) -> None:
         """Remove shards that the record does not list: of a killed run, or joined to another."""
@@ -585,14 +585,14 @@ class BankWriter:
             file.unlink()
 
 
-def _misfit(expected: Mapping[str, tuple[int, int]], found: Mapping[str, tuple[int, int]]) -> str:
+def _misfit(expected: Mapping[str, tuple[int, int]], shapes: Mapping[str, tuple[int, int]]) -> str:
     """Say in which modules an adapter differs from the others: "lacks …", "changes …, too", "has … of shape …"."""
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    missing, extra = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
     if missing or extra:
         words = [f"{verb} {few(names)}" for verb, names in (("lacks", missing), ("changes also", extra)) if names]
         return " and ".join(words)
-    name = next(name for name in expected if expected[name] != found[name])
-    return f"changes {name} in shape {found[name]}, the others in {tuple(expected[name])}"
+    name = next(name for name in expected if expected[name] != shapes[name])
+    return f"changes {name} in shape {shapes[name]}, the others in {tuple(expected[name])}"
 
 
 def few(names: Sequence[str]) -> str:

@@ -102,9 +102,9 @@ class Identity:
             else ""
         )
         several = len(self.unknown) > 1
-        kept = f"; {len(self.unknown)} modules such as {first} are" if several else f"; the module {first} is"
-        kept += f" not in its table, and {'keep their names' if several else 'keeps its name'}"
-        return f"Architecture: {self.naming.title}{alike}{kept if self.unknown else ''}."
+        rest = f"; {len(self.unknown)} modules such as {first} are" if several else f"; the module {first} is"
+        rest += f" not in its table, and {'keep their names' if several else 'keeps its name'}"
+        return f"Architecture: {self.naming.title}{alike}{rest if self.unknown else ''}."
 
 
 @final
@@ -333,23 +333,23 @@ def _choose(
     return by_key[first], tuple(by_key[key] for key in alike)
 
 
-def _keeps_all(written: list[_Written], found: Mapping[str, tuple[Piece, ...]]) -> bool:
+def _keeps_all(written: list[_Written], pieces: Mapping[str, tuple[Piece, ...]]) -> bool:
     """Return whether a table knows all names of a file of diffusers as they are."""
     return all(
         each.kind
-        and [piece.module for piece in found.get(each.name, ())] == [_WRAPPERS.sub("", each.name.removeprefix(_PEFT))]
+        and [piece.module for piece in pieces.get(each.name, ())] == [_WRAPPERS.sub("", each.name.removeprefix(_PEFT))]
         for each in written
     )
 
 
-def _like_diffusers(naming: Naming, found: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
+def _like_diffusers(naming: Naming, pieces: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
     """Return whether names are those of an architecture that only diffusers names, some of which one table knows.
 
     Such names stay as they are. Only U-Nets with the authors' names behind `unet.` are of their table nevertheless.
     """
     if not all(each.kind for each in written):
         return False
-    matches = [match for each in written if each.name in found and (match := _match(each, naming)) is not None]
+    matches = [match for each in written if each.name in pieces and (match := _match(each, naming)) is not None]
     return naming.component != "unet" or any(match.names == "diffusers" for match in matches)
 
 
@@ -383,7 +383,7 @@ def _refuse_two(
         if each.name in fitting[best] or each.name not in numbered:
             continue
         # An architecture that no table has may share some names with one, and some with another.
-        whole = (key for key, found in fitting.items() if each.name in found and names <= {*found, *fitting[best]})
+        whole = (key for key, fit in fitting.items() if each.name in fit and names <= {*fit, *fitting[best]})
         key = next(whole, None)
         alone = key and next((name for name in fitting[best] if name not in fitting[key] and name in numbered), None)
         # Behind the prefix of diffusers, blocks of one family are of one model, which no table has.
@@ -403,7 +403,7 @@ def _family(each: _Written) -> str:
 
 def _evidence(
     naming: Naming,
-    found: Mapping[str, tuple[Piece, ...]],
+    pieces: Mapping[str, tuple[Piece, ...]],
     written: list[_Written],
     shapes: Mapping[str, tuple[int, int]],
     notes: Mapping[str, str],
@@ -413,7 +413,7 @@ def _evidence(
     points = 10_000 * (notes.get(ARCHITECTURE) == naming.key)
     points += _NOTED * (family != "" and any(re.fullmatch(pattern, family.lower()) for pattern in naming.families))
     for each in written:
-        match = _match(each, naming) if each.name in found else None
+        match = _match(each, naming) if each.name in pieces else None
         if match is None:
             continue
         rows, columns = shapes[each.name]
@@ -460,9 +460,9 @@ def _kept(each: _Written, where: Path, naming: Naming | None, model: ModelNames 
     if each.flattened:
         if model is not None:
             raise model.not_found(each.name)
-        known = f"the table of {naming.title}" if naming else "any table"
+        table = f"the table of {naming.title}" if naming else "any table"
         raise Unsupported(
-            f"{where}: the name {each.name!r} is not in {known}, so the positions of its dots are ambiguous.",
+            f"{where}: the name {each.name!r} is not in {table}, so the positions of its dots are ambiguous.",
             cure="Name the architecture (--model NAME, or the model's folder), or save the adapter with dotted names.",
         )
     if each.component:

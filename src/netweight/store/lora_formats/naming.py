@@ -57,12 +57,12 @@ class Entry:
     def shares(self, rows: int, columns: int) -> list[int] | None:
         """Rows of each piece of a fused module, or None where the shape cannot be divided so."""
         count = len(self.diffusers)
-        wanted = self.rows or (_REST,) * count
-        fixed = sum(round(share * columns) for share in wanted if not isinstance(share, str))
-        remaining, parts = rows - fixed, wanted.count(_REST)
+        shares = self.rows or (_REST,) * count
+        fixed = sum(round(share * columns) for share in shares if not isinstance(share, str))
+        remaining, parts = rows - fixed, shares.count(_REST)
         if remaining < parts or (parts and remaining % parts) or (not parts and remaining):
             return None
-        return [remaining // parts if isinstance(share, str) else round(share * columns) for share in wanted]
+        return [remaining // parts if isinstance(share, str) else round(share * columns) for share in shares]
 
     def missing_rows(self, index: int, columns: int, present: Mapping[int, int]) -> int | None:
         """Rows of a piece that a file lacks, from the rows of those that it has; None where they are not known."""

@@ -182,12 +182,12 @@ def _kronecker(one: Tensor, other: Tensor, scale: float, rank: int) -> tuple[Low
     values = torch.outer(parts[0].S, parts[1].S).flatten()
     ordered = values.argsort(descending=True)
     noise = float(values.max()) * torch.finfo(torch.float64).eps * max(one.numel(), other.numel())
-    kept = ordered[: max(1, min(rank, int((values > noise).sum())))]
-    first, second = kept // len(parts[1].S), kept % len(parts[1].S)
-    root = values[kept].sqrt()
+    leading = ordered[: max(1, min(rank, int((values > noise).sum())))]
+    first, second = leading // len(parts[1].S), leading % len(parts[1].S)
+    root = values[leading].sqrt()
     up = torch.einsum("or,pr->opr", parts[0].U[:, first], parts[1].U[:, second]).flatten(0, 1) * root
     down = torch.einsum("ri,rj->rij", parts[0].Vh[first], parts[1].Vh[second]).flatten(1) * root[:, None]
-    return LowRank(down, up, scale), float(values[ordered[len(kept) :]].square().sum()) * scale**2
+    return LowRank(down, up, scale), float(values[ordered[len(leading) :]].square().sum()) * scale**2
 
 
 def with_magnitude(change: Tensor, weight: Tensor, magnitude: Tensor, *, by_row: bool) -> Tensor:

@@ -250,8 +250,8 @@ def export_adapter(
         What was written, with the error of the rank.
     """
     vectors = adapter.vectors if isinstance(adapter, Adapter) else {}
-    kept = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank, energy)
-    return write_exported(Adapter(kept.adapter.factors, vectors), path, error=kept.relative_error, **how)
+    truncation = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank, energy)
+    return write_exported(Adapter(truncation.adapter.factors, vectors), path, error=truncation.relative_error, **how)
 
 
 def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: Any) -> Exported:
@@ -276,10 +276,10 @@ def _with_left_out(written: Adapter, error: float, left_out: Sequence[Tensor]) -
     lost = sum(float(change.double().square().sum()) for change in left_out)
     if not lost or not math.isfinite(error):
         return error
-    kept = sum(float(change.double().square().sum()) for change in written.vectors.values())
+    written_square = sum(float(change.double().square().sum()) for change in written.vectors.values())
     factors = written.norm() ** 2
     whole = factors / (1 - error**2) if error < 1 else factors  # what was left out is orthogonal to what was kept
-    return math.sqrt((whole * error**2 + lost) / (whole + kept + lost))
+    return math.sqrt((whole * error**2 + lost) / (whole + written_square + lost))
 
 
 def _naming_of(adapter: Adapter) -> Naming | None:
@@ -304,14 +304,14 @@ def _without_unsaid(adapter: Adapter, layout: Layout, naming: Naming | None) -> 
         # Behind flattened names, dots are found again only for names in a table.
         unsaid = {name for name in adapter.vectors if not is_known(name.rpartition(".")[0], naming)}
         reason = "no table knows its module, so its flattened name could not be read again"
-        kept = {name: change for name, change in adapter.vectors.items() if name not in unsaid}
-        return Adapter(adapter.factors, kept), dict.fromkeys(sorted(unsaid), reason)
-    kept = {}
+        written = {name: change for name, change in adapter.vectors.items() if name not in unsaid}
+        return Adapter(adapter.factors, written), dict.fromkeys(sorted(unsaid), reason)
+    written = {}
     if layout == "diffusers":
         biases = {name for name in adapter.vectors if name.endswith(".bias")}
-        kept = {name: adapter.vectors[name] for name in biases if name.removesuffix(".bias") in adapter.factors}
+        written = {name: adapter.vectors[name] for name in biases if name.removesuffix(".bias") in adapter.factors}
     reason = f"the layout {layout} has no place for the change of a vector of this kind"
-    return Adapter(adapter.factors, kept), {name: reason for name in adapter.vectors if name not in kept}
+    return Adapter(adapter.factors, written), {name: reason for name in adapter.vectors if name not in written}
 
 
 def _finite(changes: Iterable[tuple[str, LowRank]]) -> Iterable[tuple[str, LowRank]]:

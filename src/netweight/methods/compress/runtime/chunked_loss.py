@@ -113,11 +113,11 @@ class chunk_loss:
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        wanted, hidden = shift_labels.reshape(-1).to(logits.device), logits.reshape(-1, logits.shape[-1])
-        count: Any = (wanted != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        targets, hidden = shift_labels.reshape(-1).to(logits.device), logits.reshape(-1, logits.shape[-1])
+        count: Any = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.to(logits.device) if isinstance(count, torch.Tensor) else count
         weight, bias = self._head.weight, self._head.bias
-        total: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, wanted, self._tokens, ignore_index)  # type: ignore[no-untyped-call]
+        total: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, self._tokens, ignore_index)  # type: ignore[no-untyped-call]
         mean: torch.Tensor = total / count
         return mean
 
@@ -204,10 +204,10 @@ class _ChunkedLoss(Function):
         total = torch.zeros((), device=hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), tokens):
-                part, wanted = hidden[start : start + tokens].detach().to(dtype), labels[start : start + tokens]
+                part, targets = hidden[start : start + tokens].detach().to(dtype), labels[start : start + tokens]
                 logits = F.linear(part, dense, added).float()
-                has_loss = wanted != ignored
-                places = wanted.where(has_loss, 0)[:, None]
+                has_loss = targets != ignored
+                places = targets.where(has_loss, 0)[:, None]
                 sums = logits.logsumexp(1, keepdim=True)
                 losses = (sums - logits.gather(1, places))[:, 0]
                 total += losses.where(has_loss, 0).sum()

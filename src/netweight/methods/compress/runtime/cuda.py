@@ -101,9 +101,9 @@ def _found(payload: torch.Tensor) -> _Known | None:
     return note if version is not None and version == version_of(payload) else None
 
 
-def _note(payload: torch.Tensor, known: _Known) -> _Known:
-    setattr(payload, _NOTE, (version_of(payload), known))
-    return known
+def _note(payload: torch.Tensor, note: _Known) -> _Known:
+    setattr(payload, _NOTE, (version_of(payload), note))
+    return note
 
 
 def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
@@ -309,10 +309,10 @@ class Decoder:
             note.layout = _layout_of(payload)
         return note
 
-    def _decoded(self, blob: torch.Tensor, layout: Layout, known: _Known, out: torch.Tensor | None) -> torch.Tensor:
-        if not known.checked:
+    def _decoded(self, blob: torch.Tensor, layout: Layout, note: _Known, out: torch.Tensor | None) -> torch.Tensor:
+        if not note.checked:
             _refuse_capture(blob)
-        status = self.status.kernels if known.checked else None
+        status = self.status.kernels if note.checked else None
         try:
             if isinstance(layout, BlobLayout):
                 weight = cuda.decode(blob, layout, out=out, status=status)
@@ -324,7 +324,7 @@ class Decoder:
                 "its layer is done. Free memory on the device, use smaller batches, or place layers on other devices."
             )
             raise
-        known.checked = True
+        note.checked = True
         if not _is_capturing(blob):
             self.status.look()
         return weight
@@ -391,9 +391,9 @@ def check_device(device: torch.device | str | int | None = None) -> None:
     Raises:
         CorruptBlob: A weight was damaged in the device's memory. What was calculated since the last check is wrong.
     """
-    wanted = None if device is None else torch.device(device)
-    for known, decoder in list(_decoders.items()):
-        if wanted is None or wanted in (known, torch.device(known.type)):
+    only = None if device is None else torch.device(device)
+    for key, decoder in list(_decoders.items()):
+        if only is None or only in (key, torch.device(key.type)):
             decoder.status.check()
 
 
@@ -429,8 +429,8 @@ def encode_into(
             cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
-    told = Answer(status)
-    return lambda: not told()
+    answer = Answer(status)
+    return lambda: not answer()
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:

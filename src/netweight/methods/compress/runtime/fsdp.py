@@ -233,12 +233,12 @@ def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest:
     """Make ready for the next gather, in every process alike."""
     wire, outputs = sent.wire, gathered._base
     if outputs is not None:  # torch's own buffer; without it, in inference mode, the capacity stays as it is
-        wanted = _capacity_for(longest)
+        capacity = _capacity_for(longest)
         if sent.dtype != dtype:
             wire.dtype = dtype
             wire.capacity = _agreed(_as_sent(stored, wire), sent.group)
-        elif longest + _headroom(longest) // 4 > sent.capacity or wanted < sent.capacity - (sent.capacity >> 3):
-            wire.capacity = wanted
+        elif longest + _headroom(longest) // 4 > sent.capacity or capacity < sent.capacity - (sent.capacity >> 3):
+            wire.capacity = capacity
         nbytes = sent.group.size() * (wire.capacity or 0)
         if outputs.numel() != nbytes:
             outputs.resize_(nbytes)

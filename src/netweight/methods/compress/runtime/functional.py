@@ -111,8 +111,8 @@ def embedding(
         return None
     if not torch.is_grad_enabled():
         gather: Any = _gathered_rows if type(ids) is torch.Tensor and not _is_watched() else gather_rows
-        asked: torch.Tensor = gather(stored.payload, stored.shape, stored.dtype, stored.fixed, ids)
-        return asked
+        gathered: torch.Tensor = gather(stored.payload, stored.shape, stored.dtype, stored.fixed, ids)
+        return gathered
     result: torch.Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
         ids, weight, stored.payload, stored.form, padding, scale_grad_by_freq
     )
@@ -292,12 +292,12 @@ class _Conv(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         x, payload = ctx.saved_tensors
         stride, padding, dilation, groups = ctx.geometry
-        wanted = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
-        rest = ([ctx.form.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted)
+        needed = [ctx.needs_input_grad[i] for i in (0, 1, 3)]
+        rest = ([ctx.form.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, needed)
         to_x, to_weight, to_bias = _on_dense_again(
             ctx, payload, gradient, lambda dense: torch.ops.aten.convolution_backward(gradient, x, dense, *rest)
         )
-        return to_x, to_weight.to(ctx.form.dtype) if wanted[1] else None, None, to_bias, None, None, None
+        return to_x, to_weight.to(ctx.form.dtype) if needed[1] else None, None, to_bias, None, None, None
 
 
 class _Embedding(Function):
@@ -412,13 +412,13 @@ def _gathered_rows(
         threads = threads_for(local.numel() // shape[0])  # a row may be one expert of many
         row = fill(torch.empty(result, dtype=dtype), local, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
-    wanted = ids.cpu()
-    rows, places = torch.unique(wanted, return_inverse=True)
+    indices = ids.cpu()
+    rows, places = torch.unique(indices, return_inverse=True)
     runs = _runs(rows.tolist(), max(1, (1 << _chunk_log2(blob)) // max(1, width))) if count else []
     for start, stop in runs:
         _checked(start, shape), _checked(stop - 1, shape)
     if sum(stop - start for start, stop in runs) * 2 > shape[0]:
-        return F.embedding(wanted, decode_here(local, shape, dtype)).to(payload.device)
+        return F.embedding(indices, decode_here(local, shape, dtype)).to(payload.device)
     table = torch.empty((len(rows), *shape[1:]), dtype=dtype)
     for start, stop in runs:
         inside = (rows >= start) & (rows < stop)

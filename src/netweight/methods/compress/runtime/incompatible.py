@@ -101,12 +101,12 @@ def refuse_reentrant_graph(output: Any) -> None:
     if recomputes and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         raise reentrant()  # a forward pass within a backward pass, and not for another kind of checkpoint
     waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
-    seen: set[Any] = set()
+    nodes: set[Any] = set()
     while waiting:
         node = waiting.pop()
-        if node in seen:
+        if node in nodes:
             continue
-        seen.add(node)
+        nodes.add(node)
         if node.name() == f"{CheckpointFunction.__name__}Backward":
             raise reentrant()
         waiting += [before for before, _ in node.next_functions if before is not None]

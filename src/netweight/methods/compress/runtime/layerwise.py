@@ -417,19 +417,19 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """The same gradient, if it is finite."""
         return self._if_finite(self._look_at(trained))
 
-    def _if_finite(self, found: _Waiting) -> torch.Tensor:
-        if not found.finite():
+    def _if_finite(self, waiting: _Waiting) -> torch.Tensor:
+        if not waiting.finite():
             done = (
                 f"{self._updated} other parameters were updated in this pass before, and it was not."
                 if self._updated
                 else "Nothing was updated."
             )
             raise BadGradient(
-                f"The gradient of {found.trained.name} holds NaN or infinity. {done}",
+                f"The gradient of {waiting.trained.name} holds NaN or infinity. {done}",
                 cure="Lower the learning rate or look at the batch; with clip_norm (also infinity) all gradients are "
                 "examined before the first update.",
             )
-        return found.gradient
+        return waiting.gradient
 
     def _update_waiting(self) -> None:
         """Step the parameter whose gradient is waiting, if there is one."""

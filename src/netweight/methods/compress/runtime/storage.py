@@ -118,9 +118,9 @@ class CompressedStorage:
 
     def small(self) -> torch.Tensor | None:
         """The decoded weight for kernels that only read it, if it is so small that asking for it takes longest."""
-        found, payload = self.decoded, self.payload
-        if found is not None and found[0] is payload and found[1] == payload._version:
-            return found[2]
+        entry, payload = self.decoded, self.payload
+        if entry is not None and entry[0] is payload and entry[1] == payload._version:
+            return entry[2]
         if payload.numel() > _SMALL or self.fixed or not device.is_here(payload):
             return None
         if math.prod(self.shape) * self.dtype.itemsize > _SMALL:
