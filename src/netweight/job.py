@@ -182,11 +182,11 @@ def map_runs(
 
 def _as_they_come(keys: list[str], items: Sequence[C], results: Iterator[Result[C]]) -> Iterator[Result[C]]:
     """Yield each result once for every item that asked for it."""
-    wanted: dict[str, list[C]] = {}
+    waiting: dict[str, list[C]] = {}
     for key, item in zip(keys, items, strict=True):
-        wanted.setdefault(key, []).append(item)
+        waiting.setdefault(key, []).append(item)
     for result in results:
-        for item in wanted[result.digest]:
+        for item in waiting[result.digest]:
             yield Result(item, result.digest, result.value, result.error, result.seconds, result.remembered)
 
 
@@ -489,9 +489,9 @@ class Job:
             return
         self._key = json.loads(_text(key))
         for held in self._held_keys():
-            if found := differences(held, self._key):
+            if changes := differences(held, self._key):
                 raise UsageError(
-                    f"{self.folder} contains {of} with other settings: {_named(found)}.",
+                    f"{self.folder} contains {of} with other settings: {_named(changes)}.",
                     cure="Give the same settings to continue it, choose another folder, or delete the folder "
                     "to start again from the beginning.",
                 )
@@ -605,20 +605,24 @@ def check_destination(destination: str | Path, *, overwrite: bool | None = False
     refuse_existing(destination, overwrite=overwrite)
 
 
-def differences(held: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+def differences(held: Any, present: Any, path: str = "") -> list[tuple[str, Any, Any]]:
     """Return where two JSON values differ: dotted paths with both values; `...` where there is none."""
-    if isinstance(held, Mapping) and isinstance(wanted, Mapping):
-        parts = [(str(name), held.get(name, ...), wanted.get(name, ...)) for name in sorted({*held, *wanted})]
-    elif isinstance(held, list) and isinstance(wanted, list) and len(held) == len(wanted):
-        parts = [(str(number), *pair) for number, pair in enumerate(zip(held, wanted, strict=True))]
+    if isinstance(held, Mapping) and isinstance(present, Mapping):
+        parts = [(str(name), held.get(name, ...), present.get(name, ...)) for name in sorted({*held, *present})]
+    elif isinstance(held, list) and isinstance(present, list) and len(held) == len(present):
+        parts = [(str(number), *pair) for number, pair in enumerate(zip(held, present, strict=True))]
     else:
-        return [] if ... not in (held, wanted) and _text(held) == _text(wanted) else [(path, held, wanted)]
-    return [found for name, old, new in parts for found in differences(old, new, f"{path}.{name}" if path else name)]
+        return [] if ... not in (held, present) and _text(held) == _text(present) else [(path, held, present)]
+    return [
+        difference
+        for name, old, new in parts
+        for difference in differences(old, new, f"{path}.{name}" if path else name)
+    ]
 
 
-def _named(found: Sequence[tuple[str, Any, Any]]) -> str:
-    shown = [f"{path or 'the key'} was {_short(old)} and is {_short(new)} now" for path, old, new in found[:_NAMED]]
-    return "; ".join(shown) + (f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "")
+def _named(changes: Sequence[tuple[str, Any, Any]]) -> str:
+    shown = [f"{path or 'the key'} was {_short(old)} and is {_short(new)} now" for path, old, new in changes[:_NAMED]]
+    return "; ".join(shown) + (f"; and {len(changes) - _NAMED} more" if len(changes) > _NAMED else "")
 
 
 def _short(value: Any) -> str:

@@ -72,10 +72,10 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
         "without wrappers such as torch.compile."
     )
     if shapes:
-        name, stored, wanted = shapes[0][:3]
+        name, stored, expected = shapes[0][:3]
         raise UsageError(
             f"The weight {name!r} of {path} has the shape {tuple(stored)} in the files, and its configuration asks for "
-            f"{tuple(wanted)}.",
+            f"{tuple(expected)}.",
             cure=cure,
         )
     if missing:

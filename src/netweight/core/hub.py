@@ -100,9 +100,9 @@ def _no_weights(name: str, revision: str | None, *, pickles: bool) -> UsageError
     except (HfHubHTTPError, OSError):  # the list only makes the message fuller
         files = []
     other = f", but {', '.join(files[:_SHOWN])}" if files else ""
-    wanted = "safetensors files" + (" and no PyTorch checkpoints" if pickles else "")
+    formats = "safetensors files" + (" and no PyTorch checkpoints" if pickles else "")
     return UsageError(
-        f"The model {name} on the hub has no {wanted}{other}.",
+        f"The model {name} on the hub has no {formats}{other}.",
         cure=f"Give a model or a revision ({name}@REVISION) that has safetensors files.",
     )
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 _MOST_ALTERNATIVES = 4096  # a bound on what one pattern's braces may expand to
 
 
-def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str]:
+def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:
     """Find the names most like a name or pattern that was not found."""
     unique = list(dict.fromkeys(names))
-    literal = [part for part in re.split(r"[.{},]", wanted.lstrip("!")) if part.strip("*")]
+    literal = [part for part in re.split(r"[.{},]", pattern.lstrip("!")) if part.strip("*")]
     ratios: dict[tuple[str, str], float] = {}
 
     def likeness(part: str, segment: str) -> float:
@@ -39,19 +39,19 @@ def nearest_names(wanted: str, names: Iterable[str], count: int = 3) -> list[str
     def score(name: str) -> tuple[float, int]:
         segments = name.split(".")
         total = sum(max(likeness(part, segment) for segment in segments) for part in literal)
-        return total, -abs(len(segments) - wanted.count(".") - 1)
+        return total, -abs(len(segments) - pattern.count(".") - 1)
 
     return sorted(unique, key=score, reverse=True)[:count]
 
 
-def nearest(wanted: str, names: Iterable[str], count: int = 3) -> str:
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     """Say which names are most like one that was not found, as messages end."""
-    return f"Nearest: {', '.join(nearest_names(wanted, names, count)) or 'none'}."
+    return f"Nearest: {', '.join(nearest_names(name, names, count)) or 'none'}."
 
 
-def not_found(message: str, wanted: str, names: Iterable[str], more: str = "") -> NameNotFound:
+def not_found(message: str, name: str, names: Iterable[str], more: str = "") -> NameNotFound:
     """Make the error for a name that is not there; its cure are the nearest names, and `more`."""
-    return NameNotFound(message, cure=f"{nearest(wanted, names)} {more}".rstrip())
+    return NameNotFound(message, cure=f"{nearest(name, names)} {more}".rstrip())
 
 
 def expand(pattern: str) -> list[str]:
@@ -180,10 +180,10 @@ class Select:
     def _objects(self, named: Iterable[tuple[str, Any]], kind: str) -> dict[str, Any]:
         everything = {name: thing for name, thing in named if name}  # the model itself has no name
         chosen: dict[str, Any] = {}
-        seen: set[int] = set()
+        identities: set[int] = set()
         for name in self._choose(list(everything), kind):
-            if id(everything[name]) not in seen:
-                seen.add(id(everything[name]))
+            if id(everything[name]) not in identities:
+                identities.add(id(everything[name]))
                 chosen[name] = everything[name]
         return chosen
 
@@ -330,7 +330,7 @@ class Units:
         Returns:
             The JSON text.
         """
-        return json.dumps({"version": 1, "units": {name: sorted(found) for name, found in self._sets.items()}})
+        return json.dumps({"version": 1, "units": {name: sorted(indices) for name, indices in self._sets.items()}})
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -71,7 +71,7 @@ def measure_adapters(
 
     facts: list[AdapterFacts] = []
     failed: dict[Path, NetweightError] = {}
-    kept: list[tuple[str, Mapping[str, LowRank], float]] = []
+    compared: list[tuple[str, Mapping[str, LowRank], float]] = []
     with progress.task("read adapters", len(paths)) as task:
         for path in paths:
             try:
@@ -82,10 +82,10 @@ def measure_adapters(
                 task.update(1)
                 continue
             facts.append(_facts_of(path, plan.layout, plan.base, changes))
-            if len(kept) < MOST_COMPARED:
-                kept.append((path.name, changes, facts[-1].strength))
+            if len(compared) < MOST_COMPARED:
+                compared.append((path.name, changes, facts[-1].strength))
             task.update(1)
-    return facts, failed, near_duplicates(kept)
+    return facts, failed, near_duplicates(compared)
 
 
 def near_duplicates(adapters: Sequence[tuple[str, Mapping[str, LowRank], float]]) -> list[tuple[str, str, float]]:

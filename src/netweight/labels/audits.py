@@ -249,11 +249,11 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
     if minutes is None:
         return []
     if not chosen:
-        wanted = " or ".join(" and ".join(f"--{each}" for each in audit.needs) for audit in possible)
+        options = " or ".join(" and ".join(f"--{each}" for each in audit.needs) for audit in possible)
         raise UsageError(
             f"--minutes is the time for audits, and there is none for {subject.path} ({title_of(subject)})"
-            f"{' without rows' if wanted else ''}.",
-            cure=f"Give {wanted}." if wanted else "Leave out --minutes.",
+            f"{' without rows' if options else ''}.",
+            cure=f"Give {options}." if options else "Leave out --minutes.",
         )
     return chosen
 

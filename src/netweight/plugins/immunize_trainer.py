@@ -291,11 +291,11 @@ def _group_of(trainer: Trainer) -> ProcessGroup:
 
 
 @contextmanager
-def _reducing(model: nn.Module, wanted: bool, trainer: Trainer) -> Iterator[None]:
+def _reducing(model: nn.Module, reduce: bool, trainer: Trainer) -> Iterator[None]:
     """Let FSDP reduce the gradients of backward passes, also where more batches are to be accumulated first."""
     roots: list[Any] = [unit for unit in units(model) if unit is model]
     for root in roots:
-        root.set_requires_gradient_sync(wanted)
+        root.set_requires_gradient_sync(reduce)
     try:
         yield
     finally:

@@ -278,13 +278,13 @@ class Weights:
         self._scratch = None
         self._mapped.clear()
         self._differences.clear()
-        seen: set[int] = set()
+        identities: set[int] = set()
         for path, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
                 if isinstance(parameter, CompressedTensor):
                     place(module, attribute, parameter, f"{path}.{attribute}")
-                elif parameter is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
+                elif parameter is not None and id(parameter) not in identities:
+                    identities.add(id(parameter))
                     if parameter.device.type == "cpu":
                         parameter.data = parameter.data.clone()  # it may lie in the mapped file
             for attribute, buffer in module._buffers.items():

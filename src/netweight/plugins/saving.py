@@ -78,8 +78,8 @@ def untied(tensors: Mapping[str, torch.Tensor], tied: Container[str] = ()) -> di
     names: dict[Any, str] = {}
     for name in sorted(tensors, key=lambda name: name in tied):
         names.setdefault(identity(tensors[name]), name)
-    kept = set(names.values())
-    return {name: tensor for name, tensor in tensors.items() if name in kept}
+    chosen = set(names.values())
+    return {name: tensor for name, tensor in tensors.items() if name in chosen}
 
 
 def identity(tensor: torch.Tensor) -> Any:

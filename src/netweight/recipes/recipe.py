@@ -255,7 +255,7 @@ def _read_steps(
     return recipe
 
 
-def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Chosen[E] | None:
+def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Chosen[E] | None:
     """Check one entry."""
     if isinstance(entry, str):
         entry = {entry: None}
@@ -264,13 +264,13 @@ def choose(entry: Any, known: Mapping[str, E], where: str, kind: str, problems: 
         problems.append(f"{where}: write {article} {kind} as `- verb` or `- verb: {{settings}}`, not {entry!r}.")
         return None
     ((verb, settings),) = entry.items()
-    if verb not in known:
-        problems.append(f"{where}: there is no {kind} {verb!r}. {nearest(str(verb), known, 2)}")
+    if verb not in entries:
+        problems.append(f"{where}: there is no {kind} {verb!r}. {nearest(str(verb), entries, 2)}")
         return None
-    config = cast("type[Settings]", known[verb].settings_class).checked(
+    config = cast("type[Settings]", entries[verb].settings_class).checked(
         {} if settings is None else settings, f"{where}.{verb}.", problems
     )
-    return None if config is None else Chosen(known[verb], config)
+    return None if config is None else Chosen(entries[verb], config)
 
 
 def _chosen(
@@ -338,8 +338,8 @@ def _chain_problems(recipe: Recipe) -> list[str]:
     ]
     for where, what in entries:
         if made is not None and made not in what.takes:
-            wanted = " or ".join(what.takes)
-            problems.append(f"{where}.{what.verb}: needs a {wanted}, but the treatment before it produces a {made}.")
+            inputs = " or ".join(what.takes)
+            problems.append(f"{where}.{what.verb}: needs a {inputs}, but the treatment before it produces a {made}.")
         if isinstance(what, Method):
             made = what.makes
     return problems
@@ -375,8 +375,8 @@ def recipe_schema() -> dict[str, Any]:
     # What it cannot say is checked by `read_recipe`: that files are there, and what settings mean together.
     schemas = outlines()
     definitions: dict[str, Any] = {}
-    for key, known in (("treatments", known_methods()), ("attacks", known_attacks())):
-        entries = [each for entry in known.values() for each in _entry(entry, definitions)]
+    for key, registered in (("treatments", known_methods()), ("attacks", known_attacks())):
+        entries = [each for entry in registered.values() for each in _entry(entry, definitions)]
         definitions[key] = {"items": {"anyOf": entries}}
         for name in ("recipe", "chapter"):
             schemas[name]["properties"][key] |= {"$ref": f"#/$defs/{key}"}

@@ -34,11 +34,11 @@ def render(document: Any) -> str:
         _chapter(chapter, number, [section for section in sections if section["part"].chapter == chapter.title])
         for number, chapter in enumerate(document.chapters, start=1)
     ]
-    seen: set[str] = set()
+    pictures: set[str] = set()
     for chapter in chapters[::-1]:  # histograms of three models look alike: the last one stands for them
         alike = chapter["picture"] and chapter["picture"]["part"].alt.split()[0]
-        chapter["picture"] = None if alike in seen else chapter["picture"]
-        seen |= {alike} if alike == "Histograms" else set()
+        chapter["picture"] = None if alike in pictures else chapter["picture"]
+        pictures |= {alike} if alike == "Histograms" else set()
     template = page_template("netweight.report", "template.html")
     return template.render(
         report=document, verdict=decide(document.sections),

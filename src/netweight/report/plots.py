@@ -389,9 +389,9 @@ def _draw(axes: Axes, place: int, row: TimeRow, end: float) -> None:
 
 def _beside(times: Sequence[float], place: int) -> list[float]:
     """Heights at which equal times do not hide each other."""
-    count, seen = Counter(times), Counter[float]()
+    count, drawn = Counter(times), Counter[float]()
     heights = []
     for time in times:
-        seen[time] += 1
-        heights.append(place + _SPREAD * (seen[time] / (count[time] + 1) - 0.5))
+        drawn[time] += 1
+        heights.append(place + _SPREAD * (drawn[time] / (count[time] + 1) - 0.5))
     return heights

@@ -104,7 +104,7 @@ class Report(BaseModel):
         Raises:
             UsageError: The title is taken, or there are sections before the first chapter.
         """
-        if any(known.title == chapter.title for known in self.chapters):
+        if any(earlier.title == chapter.title for earlier in self.chapters):
             raise UsageError(f"A second chapter is titled {chapter.title!r}.", cure="Give each its own title.")
         if self.sections and not self.chapters:
             raise UsageError(
@@ -122,7 +122,7 @@ class Report(BaseModel):
         Raises:
             UsageError: The title is taken.
         """
-        if not section.title.strip() or any(known.title == section.title for known in self.sections):
+        if not section.title.strip() or any(earlier.title == section.title for earlier in self.sections):
             raise UsageError(
                 f"A section titled {section.title!r} cannot be added.", cure="Give each section its own title."
             )

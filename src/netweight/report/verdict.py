@@ -101,18 +101,18 @@ def _missed(finding: Finding) -> str:
     assert finding.target is not None
     if finding.value is False and finding.target is True:
         return f"the check '{finding.name}' did not pass"
-    wanted = {"higher": "at least ", "lower": "at most ", None: ""}[finding.better]
-    return f"{finding.name} is {_valued(finding)} (target: {_target(finding.target, wanted)})"
+    bound = {"higher": "at least ", "lower": "at most ", None: ""}[finding.better]
+    return f"{finding.name} is {_valued(finding)} (target: {_target(finding.target, bound)})"
 
 
 def _valued(finding: Finding) -> str:
     return f"{format_beside(finding.value, finding.target)} {finding.unit}".rstrip()
 
 
-def _target(target: Target, wanted: str) -> str:
+def _target(target: Target, bound: str) -> str:
     if isinstance(target, tuple):
         return f"{format_target(target[0])} to {format_target(target[1])}"
-    return wanted + format_target(target)
+    return bound + format_target(target)
 
 
 def _unmeasured(finding: Finding) -> str:

@@ -261,8 +261,8 @@ class Answers:
         self._rows: list[dict[str, Any]] = []
         if job is not None:
             self._rows = job.records(_ANSWERS)
-        elif (known := context.state.config_records.get(_ACCOUNT)) is not None:
-            self._rows = json.loads(str(known["rows"]))
+        elif (record := context.state.config_records.get(_ACCOUNT)) is not None:
+            self._rows = json.loads(str(record["rows"]))
         known_seed = next((int(row["seed"]) for row in self._rows if "seed" in row), None)
         self.seed = secrets.randbits(62) if known_seed is None else known_seed
         if known_seed is None:

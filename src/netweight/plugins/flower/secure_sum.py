@@ -79,8 +79,8 @@ def under_masks(
 ) -> Message:
     """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
     protocol = _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod") if wanted else None
-    asked = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
-    configs = message.content.config_records.get(asked)
+    record = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
+    configs = message.content.config_records.get(record)
     if (configs is not None) != wanted:
         said, own = ("under masks", "in the clear") if configs is not None else ("in the clear", "under masks")
         raise UsageError(f"The server asks for updates {said}; this client sends them {own} only.")
@@ -120,9 +120,9 @@ class _Listening:
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the replies, each with the node that was asked."""
-        asked = list(messages)
-        replies = list(exchange(self._grid, asked, timeout=self._timeout))
-        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+        sent = list(messages)
+        replies = list(exchange(self._grid, sent, timeout=self._timeout))
+        nodes = {message.metadata.message_id: message.metadata.dst_node_id for message in sent}
         answered = set()
         for reply in replies:
             node = nodes[reply.metadata.reply_to_message_id]

@@ -100,15 +100,15 @@ def server_app(
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         replace_dead_workers()
-        asked: Federation = chosen(settings, context)
+        federation: Federation = chosen(settings, context)
         place = Path(folder(context) if callable(folder) else folder)
         if not place.is_absolute():
             raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
         chosen_method, task = chosen(method, context), task_of(context)
         seconds, waits = chosen(timeout, context), chosen(patience, context)
-        key = run_key(task, chosen_method, asked, list(task.clients), may_change=_MAY_CHANGE)
+        key = run_key(task, chosen_method, federation, list(task.clients), may_change=_MAY_CHANGE)
         with Job.open(place, key=key, of="a federation", state=CHECKPOINT) as job:
-            rounds = Rounds(chosen_method, asked, task.clients, chosen_method.start(task, seed=asked.seed))
+            rounds = Rounds(chosen_method, federation, task.clients, chosen_method.start(task, seed=federation.seed))
             rounds.resume(job)
             wait_for_nodes(grid, len(task.clients), waits)
             over = OverGrid(

@@ -199,16 +199,16 @@ class Nodes:
         for node in here:
             if node in self._number:
                 claims.setdefault(self._number[node], []).append(node)
-        found, absent = {}, dict.fromkeys(self._clients - claims.keys(), "has no node that is connected and answers")
+        holders, absent = {}, dict.fromkeys(self._clients - claims.keys(), "has no node that is connected and answers")
         for client, nodes in claims.items():
             holder = nodes[0] if len(nodes) == 1 else self._holder.get(client)
             if holder in nodes:
-                found[client] = self._holder[client] = holder
+                holders[client] = self._holder[client] = holder
             else:
                 absent[client] = f"is claimed by {len(nodes)} nodes"
             for node in (node for node in nodes if len(nodes) > 1 and holder in nodes and node != holder):
                 _LOG.warning("Node %d claims to be client %d, who is node %d; it is not asked.", node, client, holder)
-        return found, absent
+        return holders, absent
 
     def _ask(self, grid: Grid, strangers: Sequence[int]) -> None:
         questions = [Message(RecordDict(), node, MessageType.QUERY, ttl=self._timeout + GRACE) for node in strangers]
@@ -287,11 +287,11 @@ class OverGrid:
 
     def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> list[Update]:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
-        asked = {message.metadata.message_id: client for client, message in messages.items()}
+        client_of = {message.metadata.message_id: client for client, message in messages.items()}
         folder = self.rounds.job.folder if self.rounds.job is not None else None
         updates: list[Update] = []
         for reply in replies:
-            client = asked.get(reply.metadata.reply_to_message_id)
+            client = client_of.get(reply.metadata.reply_to_message_id)
             if client is None:
                 _LOG.warning("Round %d: node %d answered what was not asked.", trial.round, reply.metadata.src_node_id)
                 continue
@@ -317,13 +317,13 @@ class OverGrid:
 Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], list[Update]]
 
 
-def wait_for_nodes(grid: Grid, wanted: int, patience: float) -> None:
+def wait_for_nodes(grid: Grid, count: int, patience: float) -> None:
     """Wait until so many nodes are connected, or until patience ends."""
     deadline = time.monotonic() + patience
-    while (here := len(patiently(grid.get_node_ids))) < wanted and time.monotonic() < deadline:
+    while (here := len(patiently(grid.get_node_ids))) < count and time.monotonic() < deadline:
         time.sleep(_POLL)
-    if here < wanted:
-        _LOG.warning("%d of %d nodes are connected after %.0f seconds; going on with these.", here, wanted, patience)
+    if here < count:
+        _LOG.warning("%d of %d nodes are connected after %.0f seconds; going on with these.", here, count, patience)
 
 
 @final
