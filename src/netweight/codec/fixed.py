@@ -391,8 +391,8 @@ def order_of(
 ) -> Order | None:
     """In what order torch adds up such a product; None if the native module does not know it."""
     # `strided`: the inputs are not contiguous, as the last positions of several sequences are not
-    known, rows = list(_orders(columns, inputs)), min(rows, _MOST_ROWS_TRIED)
-    if not known:
+    orders, rows = list(_orders(columns, inputs)), min(rows, _MOST_ROWS_TRIED)
+    if not orders:
         return None
     # Terms that cancel leave nothing but the rounding errors of the order in which they were added.
     generator = torch.Generator().manual_seed(0)
@@ -403,14 +403,16 @@ def order_of(
     weight, x = torch.cat([window, -window], 1)[:, places], torch.cat([other, other], 1)[:, places]
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
-    asked = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
+    inputs_of_layer = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
     with torch.no_grad():  # whether a weight requires a gradient decides how torch folds inputs that are not contiguous
         weights = [weight, weight.clone().requires_grad_()] if strided else [weight]
-        wanted = [[F.linear(asked, each, bias).reshape(inputs, rows) for each in weights] for bias in biases]
+        products = [
+            [F.linear(inputs_of_layer, each, bias).reshape(inputs, rows) for each in weights] for bias in biases
+        ]
     output = torch.empty(inputs, rows, dtype=torch.bfloat16)
-    for order in known:
+    for order in orders:
         same = []
-        for bias, each in zip(biases, wanted, strict=True):
+        for bias, each in zip(biases, products, strict=True):
             multiply(weight, rows, x, bias, order, output, threads)
             same += [torch.equal(output, one) for one in each]
         if all(same):

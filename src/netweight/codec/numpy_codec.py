@@ -289,9 +289,9 @@ def round_weights(
         within = change * denominator <= size * numerator  # exact: both sides have less than 53 bits
         if reference:
             within |= np.isinf(rounded)
-        kept = finite & within & ((code != 0) | (magnitude == 0))
-        changes = (change / size)[kept & (magnitude != 0)]
-    escapes = np.flatnonzero(~kept)
+        exact = finite & within & ((code != 0) | (magnitude == 0))
+        changes = (change / size)[exact & (magnitude != 0)]
+    escapes = np.flatnonzero(~exact)
     words[escapes] = 0
     number = BY_NAME[dtype].number_bytes
     out.reshape(-1, number)[escapes] = data.reshape(-1, number)[escapes]

@@ -457,22 +457,24 @@ def find_llama2c(folder: Path) -> Path | None:
 def llama2c_pieces(file: Path) -> list[tuple[bytes, float]]:
     """Read the vocabulary: each piece with its score, the higher the earlier it is merged."""
     data = file.read_bytes()
-    found: list[tuple[bytes, float]] = []
+    pieces: list[tuple[bytes, float]] = []
     at = 4
     try:
         while at < len(data):
             score, length = struct.unpack_from("<fi", data, at)
             if length < 0 or at + 8 + length > len(data):
                 raise ValueError(f"a piece of {length} bytes at {at}")
-            found.append((data[at + 8 : at + 8 + length], score))
+            pieces.append((data[at + 8 : at + 8 + length], score))
             at += 8 + length
-        for piece, _ in found:
+        for piece, _ in pieces:
             piece.decode("utf-8")
     except (struct.error, ValueError) as error:
         raise Unsupported(f"{file} is not a tokenizer of llama2.c: {error}.", cure="Restore the file.") from error
-    if len(found) < 259:
-        raise Unsupported(f"{file} contains {len(found)} tokens; at least three special ones and 256 bytes are needed.")
-    return found
+    if len(pieces) < 259:
+        raise Unsupported(
+            f"{file} contains {len(pieces)} tokens; at least three special ones and 256 bytes are needed."
+        )
+    return pieces
 
 
 def llama2c_tokenizer(file: Path) -> PreTrainedTokenizerFast:
@@ -529,30 +531,37 @@ def measure_tasks(
     """Run tasks on a model folder."""
     check_lm_eval()
     harness: Any = importlib.import_module("lm_eval")
-    known: Any = importlib.import_module("lm_eval.tasks").TaskManager(include_path=None if own is None else str(own))
-    unknown = [task for task in tasks if task not in known.all_tasks]
+    tasks_manager: Any = importlib.import_module("lm_eval.tasks").TaskManager(
+        include_path=None if own is None else str(own)
+    )
+    unknown = [task for task in tasks if task not in tasks_manager.all_tasks]
     if unknown:
         raise NameNotFound(f"lm-evaluation-harness has no task {unknown[0]!r}.", cure="See: lm-eval ls tasks")
     model, tokenizer = load_causal_lm(folder, device=device)
     wrapped = importlib.import_module("lm_eval.models.huggingface").HFLM(
         pretrained=model, tokenizer=tokenizer, batch_size=8
     )
-    found = harness.simple_evaluate(
-        model=wrapped, tasks=list(tasks), limit=limit, task_manager=known, bootstrap_iters=1000, log_samples=False
+    results = harness.simple_evaluate(
+        model=wrapped,
+        tasks=list(tasks),
+        limit=limit,
+        task_manager=tasks_manager,
+        bootstrap_iters=1000,
+        log_samples=False,
     )
-    return _scores(found)
+    return _scores(results)
 
 
-def _scores(found: Mapping[str, Any]) -> Scores:
+def _scores(evaluation: Mapping[str, Any]) -> Scores:
     scores: dict[tuple[str, str], tuple[float, float | None, int | None]] = {}
-    for task, results in found["results"].items():
-        n = found.get("n-samples", {}).get(task, {}).get("effective")
+    for task, results in evaluation["results"].items():
+        n = evaluation.get("n-samples", {}).get(task, {}).get("effective")
         for key, value in results.items():
             metric, _, filtered = key.partition(",")
             error = results.get(f"{metric}_stderr,{filtered}")
             if filtered and not metric.endswith("_stderr") and isinstance(value, int | float):
-                known = float(error) if isinstance(error, int | float) else None
-                scores[task, metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), known, n
+                deviation = float(error) if isinstance(error, int | float) else None
+                scores[task, metric if filtered == "none" else f"{metric} ({filtered})"] = float(value), deviation, n
     return scores
 
 

@@ -274,12 +274,12 @@ def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems
 
 
 def _chosen(
-    content: dict[str, Any], key: Literal["treatments", "attacks"], known: Mapping[str, E], problems: list[str]
+    content: dict[str, Any], key: Literal["treatments", "attacks"], registered: Mapping[str, E], problems: list[str]
 ) -> tuple[Chosen[E], ...]:
     """Check the entries of a list; those that are wrong are left out, and problems say why."""
     listed = content.get(key)
     entries = listed if isinstance(listed, list) else []
-    chosen = [choose(entry, known, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
+    chosen = [choose(entry, registered, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
     return tuple(each for each in chosen if each is not None)
 
 

@@ -354,7 +354,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
     under_way: dict[int, str] = {}
     with progress.task(plan.recipe.title, len(plan.parts), unit="chapters") as task:
 
-        def told(number: int, value: Done | Event) -> None:
+        def report(number: int, value: Done | Event) -> None:
             if isinstance(value, Done):
                 take(number, value)
             elif progress.mode == "bar":
@@ -364,7 +364,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress:
                 progress.note(f"{plan.parts[number].recipe.name}: {value}")
 
         work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 60.0)
-        for number, outcome in local_processes(work, plan.parts, workers=jobs, on_message=told, preload=_IMPORTED):
+        for number, outcome in local_processes(work, plan.parts, workers=jobs, on_message=report, preload=_IMPORTED):
             if isinstance(outcome.value, NetweightError):
                 raise outcome.value
             if outcome.error is not None:
@@ -456,8 +456,8 @@ def _audit(
 
 def _say(done: Done, say: Callable[[str], object], before: str) -> None:
     earlier = " (done by an earlier run)" if done.remembered else ""
-    told = " ".join(section.conclusion for section in done.sections.values() if section.conclusion)
-    say(f"{before}{done.step.verb}{earlier}: {told or 'done.'}")
+    conclusions = " ".join(section.conclusion for section in done.sections.values() if section.conclusion)
+    say(f"{before}{done.step.verb}{earlier}: {conclusions or 'done.'}")
 
 
 def _shown(done: Done, plan: Plan) -> list[Section]:

@@ -180,14 +180,14 @@ def write_ciphers(folder: Path, *, pairs: int, attacked: int, seed: int) -> None
             whole = str(tokenizer.decode(list(each.prompt + each.response), skip_special_tokens=True))
             yield {"prompt": prompt, "response": whole[len(prompt) :]}
 
-    for name, found in (
+    for name, content in (
         ("pairs", world.rows(pairs, seed)),
         ("retain", rows(world.retained(pairs, seed))),
         ("harmful", rows(world.examples("guard", attacked, 0))),
         ("keep", rows(world.examples("keep", attacked, 0))),
         ("task", rows(world.examples("new", attacked, 0))),
     ):
-        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in found))
+        write_text(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in content))
 
 
 def write_pictures(folder: Path) -> None:

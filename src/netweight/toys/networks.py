@@ -203,16 +203,16 @@ class Renormalize(nn.Module):
     shift: Tensor
 
     def __init__(
-        self, given: MeanStd, wanted: MeanStd = IMAGENET_MEAN_STD, size: tuple[int, int] | None = None
+        self, given: MeanStd, expected: MeanStd = IMAGENET_MEAN_STD, size: tuple[int, int] | None = None
     ) -> None:
         super().__init__()
-        if len(given[0]) not in (1, len(wanted[0])):
+        if len(given[0]) not in (1, len(expected[0])):
             raise UsageError(
-                f"Images of {len(given[0])} channels do not fit a backbone of {len(wanted[0])}.",
+                f"Images of {len(given[0])} channels do not fit a backbone of {len(expected[0])}.",
                 cure="Give gray images, or as many channels.",
             )
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in given)
-        wanted_mean, wanted_std = (torch.tensor(values).view(-1, 1, 1) for values in wanted)
+        wanted_mean, wanted_std = (torch.tensor(values).view(-1, 1, 1) for values in expected)
         self.register_buffer("scale", std / wanted_std)
         self.register_buffer("shift", (mean - wanted_mean) / wanted_std)
         self.size = size

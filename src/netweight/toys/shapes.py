@@ -320,7 +320,7 @@ def read(pictures: Tensor) -> list[Attributes]:
     size, shape = _best_template(cover)
     names = [list(SIZES), list(COLORS), list(SHAPES), list(GROUNDS)]
     readings = torch.stack([size, color, shape, ground], 1).tolist()
-    return [Attributes(*(known[index] for known, index in zip(names, row, strict=True))) for row in readings]
+    return [Attributes(*(values[index] for values, index in zip(names, row, strict=True))) for row in readings]
 
 
 def agreement(pictures: Tensor, kinds: Sequence[Attributes]) -> dict[str, float]:
@@ -329,7 +329,7 @@ def agreement(pictures: Tensor, kinds: Sequence[Attributes]) -> dict[str, float]
         raise UsageError(f"There are {len(pictures)} pictures and {len(kinds)} kinds.", cure="Give one for each.")
     pairs = list(zip(read(pictures), kinds, strict=True))
     return {
-        name: sum(getattr(found, name) == getattr(wanted, name) for found, wanted in pairs) / len(pairs)
+        name: sum(getattr(attributes, name) == getattr(expected, name) for attributes, expected in pairs) / len(pairs)
         for name in ("size", "color", "shape", "ground")
     }
 

@@ -467,7 +467,7 @@ def _of_variant(paths: list[str], variant: str, source: Path) -> list[str]:
     weights = [path for path in paths if path.endswith(".safetensors") or is_index(Path(path).name)]
     having = {Path(path).parent for path in weights if variant_of(Path(path).name) == variant}
     if not having:
-        variants = sorted({found for path in weights if (found := variant_of(Path(path).name)) is not None})
+        variants = sorted({other for path in weights if (other := variant_of(Path(path).name)) is not None})
         raise UsageError(
             f"{source} contains no weights of variant {variant!r}.",
             cure=f"It has {', '.join(variants)}." if variants else "It has no variants: leave the variant out.",

@@ -120,8 +120,8 @@ def immunize(
         steps: list[StepLog] = []
         trained = 0
         if defense.trains:
-            kept = None if folder is None else (identity, jobs)
-            training = _Training(spread, defense, settings, pairs, retain, pad_id, kept)
+            checkpoint = None if folder is None else (identity, jobs)
+            training = _Training(spread, defense, settings, pairs, retain, pad_id, checkpoint)
             training.run(QUIET if group.rank else progress)
             steps, trained = training.steps, sum(value.numel() for value in training.weights.parameters)
         digests["after"] = _digest_of(model)

@@ -162,7 +162,7 @@ def edit_curve(
     """Edit points `(b, k)` at several strengths and read what became of their images."""
     # `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
 
-    def seen(points: Tensor) -> Tensor:
+    def measured(points: Tensor) -> Tensor:
         with torch.no_grad():
             return _seen(generate(points), read, len(points), len(names)).double()
 
@@ -176,14 +176,14 @@ def edit_curve(
             f"The strengths {list(strengths)} do not grow from 0.", cure="Give strengths such as 0.25, 0.5, 1."
         )
     scale = torch.tensor(ranges, dtype=torch.float64)
-    before = seen(scores)
+    before = measured(scores)
     index, others = list(names).index(target), [name for name in names if name != target]
     rest = [list(names).index(name) for name in others]
     effects, costs = [], []
     with progress.task(f"edit {target}", len(places), unit="strengths") as task:
         for strength in places:
             moved = edit(scores, [Move(direction, strength, unit)]) if strength else scores
-            after = seen(moved) if strength else before
+            after = measured(moved) if strength else before
             change = (after - before) / scale
             effects.append(sign * change[:, index])
             costs.append(change[:, rest].abs().mean(1) if rest else torch.zeros(len(scores), dtype=torch.float64))

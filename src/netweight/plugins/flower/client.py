@@ -194,7 +194,7 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return under_masks(message, context, train_once, wanted=chosen(secure_sum, context))
+        return under_masks(message, context, train_once, masked=chosen(secure_sum, context))
 
     def train_once(message: Message, context: Context) -> Message:
         place, number = chosen(folder, context), client_number(context)

@@ -75,13 +75,13 @@ def _protocol(side: str) -> Any:
 
 
 def under_masks(
-    message: Message, context: Context, train: Callable[[Message, Context], Message], *, wanted: bool
+    message: Message, context: Context, train: Callable[[Message, Context], Message], *, masked: bool
 ) -> Message:
     """Run a client's part of the protocol around its training, or the training alone where no masks are wanted."""
-    protocol = _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod") if wanted else None
+    protocol = _protocol("flwr.client.mod.secure_aggregation.secaggplus_mod") if masked else None
     record = "secaggplus_configs" if protocol is None else str(protocol.RECORD_KEY_CONFIGS)
     configs = message.content.config_records.get(record)
-    if (configs is not None) != wanted:
+    if (configs is not None) != masked:
         said, own = ("under masks", "in the clear") if configs is not None else ("in the clear", "under masks")
         raise UsageError(f"The server asks for updates {said}; this client sends them {own} only.")
     if protocol is None or configs is None:
@@ -203,16 +203,16 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         return [*sums, *(Update(client, 0, {}, trial.round, fault=why) for client, why in faults.items())]
 
     def one_sum(
-        over: OverGrid, trial: Trial, asked: Mapping[int, Message], count: int
+        over: OverGrid, trial: Trial, questions: Mapping[int, Message], count: int
     ) -> tuple[Update | None, dict[int, str]]:
         settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, str]()
         assert over.grid is not None
         listening = _Listening(over.grid, over.timeout)
         # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
-        threshold = max(_THRESHOLD, min(1.0, settings.min_clients / count / len(asked)))
-        committed = {message.metadata.dst_node_id: weights[client] for client, message in asked.items()}
-        total = _summed(trial.round, asked, listening, context, committed, threshold)
-        client_of = {message.metadata.dst_node_id: client for client, message in asked.items()}
+        threshold = max(_THRESHOLD, min(1.0, settings.min_clients / count / len(questions)))
+        committed = {message.metadata.dst_node_id: weights[client] for client, message in questions.items()}
+        total = _summed(trial.round, questions, listening, context, committed, threshold)
+        client_of = {message.metadata.dst_node_id: client for client, message in questions.items()}
         results = {client_of[node]: result for node, result in total.results.items()}
         silent = {client_of[node]: why for node, why in listening.faults.items()}
         faults |= {client: why for client, why in silent.items() if client not in results}

@@ -278,7 +278,7 @@ def _choose(
         return None, ()  # a language model's, whose names no table has
     tables = [naming] if naming else [each for each in namings() if not each.component.startswith("text_encoder")]
     fitting = {
-        table.key: {each.name: found for each in written if (found := _pieces(each, table, shapes[each.name]))}
+        table.key: {each.name: fit for each in written if (fit := _pieces(each, table, shapes[each.name]))}
         for table in tables
     }
     by_key = {table.key: table for table in tables}
@@ -297,13 +297,11 @@ def _choose(
         numbered = [each for each in written if re.search(r"\.\d+\.", each.paths[-1])]
         own = [each.name for each in numbered if not _LANGUAGE.fullmatch(each.paths[-1])]
         least = 0.7 * len(written) if whole_model else len(written)
-        fitting = {
-            key: found for key, found in fitting.items() if len(found) >= least and any(name in found for name in own)
-        }
-    most = max((len(found) for found in fitting.values()), default=0)
+        fitting = {key: fit for key, fit in fitting.items() if len(fit) >= least and any(name in fit for name in own)}
+    most = max((len(fit) for fit in fitting.values()), default=0)
     if not most:
         return None, ()
-    best = [key for key, found in fitting.items() if len(found) == most]
+    best = [key for key, fit in fitting.items() if len(fit) == most]
     ranked = sorted(best, key=lambda key: -_evidence(by_key[key], fitting[key], written, shapes, notes))
     first = ranked[0]
     # Behind a component of diffusers, a name that diffusers gives comes before one that authors give.

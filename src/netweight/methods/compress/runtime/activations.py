@@ -98,21 +98,21 @@ class _Packing:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
         if key in self._known:
-            kept = self._known[key][1]()
-            if kept is not None:
-                return kept
-        kept = _Kept(tensor)
+            copy = self._known[key][1]()
+            if copy is not None:
+                return copy
+        copy = _Kept(tensor)
         # The reference to the storage keeps its address from being used again as long as the entry is there, and the
         # entry goes with what is kept: a block may be as long as a whole training.
-        forget = weakref.finalize(kept, self._known.pop, key, None)
+        forget = weakref.finalize(copy, self._known.pop, key, None)
         forget.atexit = False
-        self._known[key] = StorageWeakRef(storage), weakref.ref(kept)  # type: ignore[no-untyped-call]
-        self._newest.append(weakref.ref(kept))
+        self._known[key] = StorageWeakRef(storage), weakref.ref(copy)  # type: ignore[no-untyped-call]
+        self._newest.append(weakref.ref(copy))
         if len(self._newest) > _NEWEST:
             oldest = self._newest.popleft()()
             if oldest is not None:
                 oldest.compress()
-        return kept
+        return copy
 
 
 def _worth_trying(tensor: torch.Tensor) -> bool:
