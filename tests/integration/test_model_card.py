@@ -14,8 +14,8 @@ from netweight.cli import netweight
 from netweight.errors import UsageError
 from netweight.methods.space.space import WeightSpace
 from netweight.plugins.model_card import CARD, add_evidence, update_card
-from netweight.report.finding import Finding
-from netweight.report.report import Report
+from netweight.report.finding import Finding, Section
+from netweight.report.report import Report, read_report
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
 from netweight.store.lora_formats.writing import write_adapter
@@ -63,7 +63,9 @@ def test_a_rounded_folder_says_by_how_much(model, tmp_path):
     call("compress", model, tmp_path / "net", "--mantissa-bits", 3, "--card")
     text = (tmp_path / "net" / CARD).read_text()
     assert "### Compressed, with rounding" in text
-    bound, worst = map(float, re.findall(r"by at most (0\.\d+)", text))
+    bound, worst = map(
+        float, re.search(r"by at most (0\.\d+) of itself, and the largest change was (0\.\d+)", text).groups()
+    )
     assert 0 < worst <= bound < 0.064
     assert all(finding.passed is not False for finding in verify(tmp_path / "net", against=model))
 
@@ -99,6 +101,42 @@ def test_evidence_is_told_with_what_missed_its_target(model, run):
     text = add_evidence(model, run).read_text()
     assert "**Audits left out**: compress (identity, size, outputs)." in text
     assert "steps to recovery" not in text
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "compressed"])
+def test_a_report_that_lacked_an_audit_has_it_once_a_run_made_it(packed, model, run, tmp_path):
+    """What is published beside the evidence says no longer that nothing attacked the model."""
+    training = Section("Training", [Finding("steps", 8)], treatment="immunize", missing_audits=("fine-tuning attack",))
+    Report("A defense", environment={}).add(training).write(model / "immunize-report")
+    page = model / "immunize-report" / "report.html"
+    assert "Audits left out" in page.read_text() or "fine-tuning attack" in page.read_text()
+    folder = model
+    if packed:
+        folder = tmp_path / "packed"
+        compress_folder(model, folder)
+    add_evidence(folder, run)
+    report = read_report(folder / "immunize-report")
+    assert [section.title for section in report.sections] == ["Training", "Resistance"]
+    assert report.sections[0].missing_audits == ()
+    assert report.sections[0].audits == ("fine-tuning attack",)
+    assert "steps to recovery" in (folder / "immunize-report" / "report.html").read_text()
+    before = (folder / "immunize-report" / "report.json").read_bytes()
+    add_evidence(folder, run)
+    assert (folder / "immunize-report" / "report.json").read_bytes() == before
+    if packed:
+        assert all(found.passed is not False for found in verify(folder))
+        decompress_folder(folder, tmp_path / "again")
+        assert read_report(tmp_path / "again" / "immunize-report").sections[0].missing_audits == ("fine-tuning attack",)
+
+
+def test_a_run_of_another_audit_leaves_a_report_as_it_was(model, tmp_path):
+    training = Section("Training", [Finding("steps", 8)], treatment="immunize", missing_audits=("fine-tuning attack",))
+    Report("A defense", environment={}).add(training).write(model / "immunize-report")
+    before = (model / "immunize-report" / "report.json").read_bytes()
+    other = Report("Refusal", command="netweight attack refusal model", environment={})
+    other.section("Refusal", [Finding("refusals", 0.5)]).write(tmp_path / "other")
+    add_evidence(model, tmp_path / "other")
+    assert (model / "immunize-report" / "report.json").read_bytes() == before
 
 
 def test_the_hub_reads_a_card_that_is_begun(model, tmp_path):

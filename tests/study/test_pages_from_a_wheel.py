@@ -79,7 +79,6 @@ PAGES = {
         }
     ),
     "docs/start-here": Page(left_out=("pip",)),
-    "docs/index": Page(),
     "docs/compress": Page(
         """python -c "
 from pathlib import Path; from safetensors.torch import load_file, save_file; import shutil

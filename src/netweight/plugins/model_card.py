@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -12,6 +13,7 @@ from netweight.core.environment import netweight_version
 from netweight.errors import UsageError
 from netweight.methods.compress.folder import write_side_file
 from netweight.registry import CardEntry, known_methods
+from netweight.report.page import render
 from netweight.report.report import Report, read_report
 from netweight.report.text import markdown_table, render_markdown
 from netweight.report.verdict import decide
@@ -60,8 +62,48 @@ def add_evidence(folder: str | Path, run: str | Path) -> Path:
     folder = Path(folder)
     text = _text(folder) or f"# {folder.resolve().name}\n"
     report = read_report(run)
+    complete_reports(folder, report)
     text = _with(text, "verdict", [f"**{decide(report.sections).publish}**"], first=True)
     return _write(folder, _with(text, "evidence", _evidence(report)))
+
+
+def complete_reports(folder: str | Path, report: Report) -> list[Path]:
+    """Put what a run measured into the reports of treatments in a model's folder that lacked it.
+
+    A treatment writes its report before anything has attacked the model, and marks the audits that are missing. A page
+    that still does so beside the result of these audits would be wrong when it is published.
+
+    Args:
+        folder: The model's folder, compressed or not.
+        report: The report of the run.
+
+    Returns:
+        The folders of the reports that were written anew.
+    """
+    command = report.provenance.command or ""
+    made = {audit for section in report.sections for audit in section.audits}
+    for method in known_methods().values():
+        made |= {audit for audit, verb in method.by_attack.items() if f"attack {verb} " in f"{command} "}
+    written = []
+    for file in sorted(Path(folder).glob("*-report/report.json")):
+        earlier = read_report(file.parent)
+        if not any(made.intersection(section.missing_audits) for section in earlier.sections):
+            continue
+        sections = [
+            replace(
+                section, audits=(*section.audits, *(each for each in section.missing_audits if each in made)),
+                missing_audits=tuple(each for each in section.missing_audits if each not in made),
+            )
+            for section in earlier.sections
+        ]  # fmt: skip
+        titles = [section.title for section in sections]
+        later = [replace(each, chapter="") for each in report.sections if not each.title.endswith(tuple(titles))]
+        whole = earlier.model_copy(update={"sections": (*sections, *later)})
+        name = file.parent.name
+        write_side_file(Path(folder), f"{name}/report.json", whole.dump().encode())
+        write_side_file(Path(folder), f"{name}/report.html", render(whole).encode())
+        written.append(file.parent)
+    return written
 
 
 def add_section(folder: str | Path, key: str, lines: Sequence[str]) -> Path:

@@ -547,7 +547,7 @@ def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
 
 def _with_content(entry: FileEntry, path: Path, content: bytes) -> FileEntry:
     """The entry of a file after another content was written for it."""
-    if path.suffix in (".json", ".safetensors"):
+    if path.suffix in (".json", ".safetensors") and not path.parent.name.endswith("-report"):
         raise UsageError(f"{path} is needed to open the model.", cure="Change it in the model before compression.")
     digest = digest_bytes(content)
     if entry.stored_digest == digest:
