@@ -73,7 +73,7 @@ def test_detection_calibrates_and_tells_apart(folder, tmp_path):
     assert again["threshold"]["rule"] == "given"
     assert again["prompts"][0]["similarity"] == found["prompts"][0]["similarity"]
     assert len((tmp_path / "scores.jsonl").read_text().splitlines()) == 7  # all remembered
-    assert "once" in run(*arguments, code=2)["error"]["message"]
+    assert "exactly one source" in run(*arguments, code=2)["error"]["message"]
 
 
 def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path):

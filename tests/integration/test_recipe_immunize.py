@@ -99,4 +99,4 @@ output: out
     ):
         assert expected in answer.stderr
     Path("recipe.yaml").write_text("subject: model\noutput: out\n")
-    assert "treatments: is missing, and so are attacks" in run("recipe.yaml").stderr
+    assert "the recipe has neither treatments nor attacks" in run("recipe.yaml").stderr
