@@ -113,18 +113,21 @@ def page(result: dict[str, Any]) -> str:
     before = findings.pop("refusals before")
     lines = [
         f"To find {result['requests refused']} requests that the model refuses, {result['requests asked']} were tried. "
+        f"Each answer was judged by its first {result['options']['new_tokens']} tokens. "
         f"The report concludes: “{result['conclusion']}”{took}",
         "",
-        "| best edit of each kind | prompts refused | divergence, ordinary prompts | perplexity, ordinary prompts "
-        "| counts |",
+        "| best edit of each kind | prompts refused (95 % interval) | divergence, ordinary prompts "
+        "| perplexity, ordinary prompts | counts |",
         "|---|---|---|---|---|",
-        f"| none | {before['value']:.0f} % of {before['n']} | 0 | 1.00 × | |",
+        f"| none | {before['value']:.0f} % of {before['n']} ({before['ci95'][0]:.0f} to {before['ci95'][1]:.0f}) "
+        "| 0 | 1.00 × | |",
     ]
     for name, each in findings.items():
         detail = each["detail"]
         if name.startswith("refusals left by "):
             lines.append(
-                f"| {name.removeprefix('refusals left by ')}: {detail['edit']} | {each['value']:.0f} % | "
+                f"| {name.removeprefix('refusals left by ')}: {detail['edit']} | {each['value']:.0f} % "
+                f"({each['ci95'][0]:.0f} to {each['ci95'][1]:.0f}) | "
                 f"{detail['divergence on ordinary prompts, nats']:.3f} nats | "
                 f"{detail['perplexity on ordinary rows, times its own']:.2f} × | "
                 f"{'yes' if detail['counts'] else 'no'} |"
