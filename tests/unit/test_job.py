@@ -1,5 +1,6 @@
 """Jobs: what is kept survives kills, failures and full disks; another key is refused by name; publishing is durable."""
 
+import errno
 import json
 import os
 import random
@@ -481,3 +482,17 @@ def test_a_job_s_key_is_written_for_people(tmp_path):
     with Job.open(tmp_path, key={"path": Path("a/b"), "pair": (1, 2)}) as job:
         job.record("log", {})
     assert json.loads((tmp_path / "job.json").read_text()) == {"version": 1, "key": {"path": "a/b", "pair": [1, 2]}}
+
+
+def test_a_full_disk_is_named_whichever_library_meets_it(tmp_path):
+    """A copy names its source; safetensors, written in Rust, has the system's number in its text alone."""
+    source = tmp_path / "source"
+    for failure in (
+        OSError(errno.ENOSPC, "No space left on device", str(source)),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ):
+        with pytest.raises(OutputFailed, match=r"target could not be written \(No space left.*disk is full"):
+            with Job.beside(tmp_path / "target"):
+                raise failure
+    with pytest.raises(RuntimeError, match="os error 9999"), Job.beside(tmp_path / "target"):
+        raise RuntimeError("(os error 9999)")

@@ -20,6 +20,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections import deque
@@ -33,7 +34,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import xxhash
 
-from netweight.errors import CorruptBlob, OutputExists, OutputFailed, UsageError
+from netweight.errors import CorruptBlob, NetweightError, OutputExists, OutputFailed, UsageError
 
 ALGORITHM = "xxh3-128"
 T = TypeVar("T")
@@ -130,6 +131,10 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
         raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
 
 
+# Errors of the system that only writing leads to.
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
     """Turn the system's refusals into errors with a cure."""
@@ -146,6 +151,8 @@ def naming_failures(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _OF_WRITING:  # whichever file a copy names
+            raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
         refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
         ours = any(refused.is_relative_to(own) for own in (target, part, work))
         ours = ours or (refused.parent == part.parent and refused.name.startswith(part.name))
@@ -161,6 +168,12 @@ def naming_failures(target: Path) -> Iterator[None]:
         if error.errno not in cures:
             raise
         raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
+    except Exception as error:  # of a library in Rust, such as safetensors, which has the system's number in its text
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, NetweightError) or number is None or int(number[1]) not in cures:
+            raise
+        reason = os.strerror(int(number[1]))
+        raise OutputFailed(f"{target} could not be written ({reason}).", cure=cures[int(number[1])]) from error
 
 
 def exchange(first: Path, second: Path) -> bool:

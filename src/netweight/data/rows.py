@@ -173,8 +173,8 @@ def _public_set(source: str) -> Any:
         ) from error
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"The data set {name!r} cannot be loaded: {error}",
-            cure=f"Check its name and its split, {HUB}NAME:SPLIT, and where it has several configurations also that: "
+            f"The data set {name!r} cannot be loaded: {str(error).rstrip('.')}.",
+            cure=f"Check the network, its name and its split, {HUB}NAME:SPLIT, and where it has several configurations also that: "
             f"{HUB}NAME:CONFIGURATION:SPLIT.",
         ) from error
 
