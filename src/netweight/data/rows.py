@@ -174,8 +174,8 @@ def _public_set(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The data set {name!r} cannot be loaded: {str(error).rstrip('.')}.",
-            cure=f"Check the network, its name and its split, {HUB}NAME:SPLIT, and where it has several configurations also that: "
-            f"{HUB}NAME:CONFIGURATION:SPLIT.",
+            cure=f"Check the network, its name and its split, {HUB}NAME:SPLIT, and where it has several configurations "
+            f"also that: {HUB}NAME:CONFIGURATION:SPLIT.",
         ) from error
 
 
