@@ -144,7 +144,7 @@ def test_a_search_is_the_default_and_brings_its_controls_along(case, tmp_path):
     section = read_report(tmp_path / "out").sections[0]
     table = next(table for table in section.tables if table.title == "The search's best attacks")
     assert {row[0] for row in table.rows} == {"undefended", "defended", "relearn ceiling"}
-    assert "given up after 16" in table.notes[0]
+    assert "ended after at most 16" in table.notes[0]
     lines = (tmp_path / "out" / "attacks.jsonl").read_text().splitlines()
     tried = [json.loads(line)["config"]["settings"] for line in lines]
     assert {"adam", "muon", "sgd"} <= {one["optimizer"] for one in tried}
@@ -195,7 +195,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "Give --benign other rows" in refused("--trained-on", str(tmp_path / "kept.jsonl"))
     save(*tiny_llama(layers=2), tmp_path / "deeper")
     assert "another model" in (words := refused("--base", str(tmp_path / "deeper")))
-    assert "num_hidden_layers was 2 and is 1 now" in words
+    assert "num_hidden_layers is 2 there and 1 here" in words
     model, tokenizer = tiny_llama()
     model.lm_head.weight.data[0, 0] = torch.inf
     save(model, tokenizer, tmp_path / "broken")

@@ -67,7 +67,7 @@ def test_protections_are_asked_for_on_the_command_line(tmp_path: Path) -> None:
     assert json.loads(answer.stdout)["plan"]["refuse"] is True
     stubborn = run(*arguments, "1000", "--out", str(tmp_path / "stubborn"))
     assert stubborn.exit_code == 2
-    assert "Round 1 had fewer than 1 sound updates" in stubborn.output
+    assert "Round 1 had fewer than 1 valid updates" in stubborn.output
 
 
 def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
