@@ -418,7 +418,7 @@ def build(folder, weights):
     (folder / "taken.safetensors").write_bytes(whole)
     (twice / "adapter_config.json").write_text("{}")
     for name, words in {"empty": "", "truncated": "", "lying header": "", "web page": "", "pickle.pt": "pickle",
-                        "z copy": "holds the same adapter",
+                        "z copy": "contains the same adapter",
                         "taken": "contains no", "taken.safetensors": "same name"}.items():  # fmt: skip
         hub.cases.append(Case(name, None, None, words or name))
     return hub.cases

@@ -242,7 +242,7 @@ def spoil(source, kind):
         return UsageError, "the same name as"
     if kind == "same content":
         bad.write_bytes((source / "6.safetensors").read_bytes())
-        return UsageError, "holds the same adapter as '6'"
+        return UsageError, "contains the same adapter as '6'"
     if kind == "truncated":
         bad.write_bytes((source / "6.safetensors").read_bytes()[:-1])
         return CorruptBlob, "cut short"

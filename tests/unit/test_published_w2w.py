@@ -162,7 +162,7 @@ def test_nothing_is_executed(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     path, _ = published(tmp_path)
     torch.save({"a": Harmful()}, path if name == path.name else tmp_path / "files" / name)
-    with pytest.raises(UnsafeInput, match=f"{name} holds objects"):
+    with pytest.raises(UnsafeInput, match=f"{name} contains objects"):
         AdapterBank.ingest(path, tmp_path / "bank")
     assert not (tmp_path / "executed").exists()
     assert not (tmp_path / "bank").exists()
@@ -309,7 +309,7 @@ def test_what_is_wrong_with_a_published_space_is_said(tmp_path):
             published_space(files)
         torch.save(tensors[name], files / f"{name}.pt")
     torch.save({"a": Harmful()}, files / "V.pt")
-    with pytest.raises(UnsafeInput, match=r"V\.pt holds objects"):
+    with pytest.raises(UnsafeInput, match=r"V\.pt contains objects"):
         published_space(files)
     (files / "proj_12pc.pt").unlink()
     with pytest.raises(UsageError, match="holds 0 files proj_"):

@@ -155,7 +155,7 @@ def _chosen(bits: torch.Tensor) -> FixedLayout:
     escapes = flat.numel() - int(windows[base - 1]) - int(zeros)
     if escapes * MOST_ESCAPES > flat.numel():
         raise Unsupported(
-            f"Of a weight of shape {tuple(bits.shape)} {escapes} numbers of {flat.numel()} have exponents outside the "
+            f"In a weight of shape {tuple(bits.shape)}, {escapes} of {flat.numel()} numbers have exponents outside the "
             f"{_CODES} most frequent ones: it has no fixed-length form.",
             cure="Keep it in the entropy-coded form: netweight.codec.encode.",
         )
@@ -228,7 +228,7 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
         raise _corrupt(f"it says {rows} rows, {columns} columns, base {layout.base}")
     sound = zlib.crc32(head[8:40]) == int.from_bytes(head[40:44], "little")
     if not sound or escapes * MOST_ESCAPES > rows * columns or any(head[14:16]) or any(head[44:]):
-        raise _corrupt("its header holds what no header holds")
+        raise _corrupt("its header has impossible values")
     if int.from_bytes(head[:8], "little") != layout.size - 8 or layout.size > payload.numel():
         raise _corrupt(f"it has {payload.numel()} bytes and its header asks for {layout.size}")
     return layout
@@ -277,7 +277,7 @@ def check_fixed(payload: torch.Tensor) -> FixedLayout:
     values = (escapes >> 16).to(torch.int16)
     inside, _ = _codes_of(values, layout.base)
     if bool(inside.any()):
-        raise _corrupt("a weight that has a code stands among the escapes")
+        raise _corrupt("an escape is a weight that has a code")
     bits = torch.empty(layout.rows, layout.columns, dtype=torch.int16, device=payload.device)
     for first, last in _steps(layout):
         part = bits[first * TILE_ROWS : last * TILE_ROWS]
@@ -291,7 +291,7 @@ def check_fixed(payload: torch.Tensor) -> FixedLayout:
 
 def _corrupt(reason: str) -> CorruptBlob:
     return CorruptBlob(
-        f"The bytes are not a weight in the fixed-length form: {reason}.", cure="Make it anew from the stored weight."
+        f"The bytes are not a weight in the fixed-length form: {reason}.", cure="Convert the stored weight again."
     )
 
 

@@ -105,9 +105,15 @@ class Precision:
     def __post_init__(self) -> None:
         """Check the values."""
         if type(self.mantissa_bits) is not int or not 0 <= self.mantissa_bits <= LOSSLESS_BITS:
-            raise UsageError(f"mantissa_bits is {self.mantissa_bits!r}.", cure="Choose 0 to 6, or 7 to round nothing.")
+            raise UsageError(
+                f"mantissa_bits must be an integer from 0 to 7, not {self.mantissa_bits!r}.",
+                cure="Choose 0 to 6 to round weights, or 7 for no rounding.",
+            )
         if self.block_size is not None and (type(self.block_size) is not int or not 1 <= self.block_size < 1 << 62):
-            raise UsageError(f"block_size is {self.block_size!r}.", cure="Choose 1 or more, or None for none.")
+            raise UsageError(
+                f"block_size must be an integer from 1 on, or None, not {self.block_size!r}.",
+                cure="Choose the number of weights in a block, or None for no normalizers.",
+            )
         if self.fidelity not in FIDELITIES:
             cure = f"Choose one of {', '.join(FIDELITIES)}."
             raise UsageError(f"There is no fidelity {self.fidelity!r}.", cure=cure)
@@ -317,7 +323,7 @@ def _check_section(section: Bytes, dtype: str, count: int | None) -> int:
     """Check that a section is a blob of one dimension with elements of this type; return their number."""
     name, shape, *_ = best.read_header(section)
     if name != dtype or len(shape) != 1 or count not in (None, shape[0]):
-        raise corrupt("a section holds something else than it must")
+        raise corrupt("a section has unexpected content")
     return shape[0]
 
 

@@ -272,7 +272,7 @@ def refuse_planted(folder: Path) -> None:
         raise _planted(folder)
     if hasattr(os, "geteuid") and folder.exists() and folder.stat().st_uid not in (os.geteuid(), 0):
         raise OutputFailed(
-            f"{folder}belongs to another user, so that the work in it cannot be continued.",
+            f"{folder} belongs to another user, so that the work in it cannot be continued.",
             cure="Choose a folder that other users cannot write to.",
         )
 

@@ -210,7 +210,7 @@ class Manifest:
             [MANIFEST, *(file.stored for file in files)],
         ):
             if clash := clashing(names):
-                raise CorruptBlob(f"{path} gives {clash!r} to several files.", cure="Fetch the file again.")
+                raise CorruptBlob(f"{path} has the path {clash!r} for several files.", cure="Fetch the file again.")
         return manifest
 
     @property

@@ -168,12 +168,15 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         if any(tensors.keys() != state.keys() for tensors in trial.sent.values()) or any(
             tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
         ):
-            raise UsageError(f"{rounds.method.name} sends each client something else: there is no sum to be secured.")
+            raise UsageError(
+                f"{rounds.method.name} sends each client something else, so that its updates cannot be summed."
+            )
         if (
             settings.aggregator not in ("mean", "clipped-mean", "bounded-mean") and groups < 3
         ):  # one sum is bounded by those before it
             raise UsageError(
-                f"Nobody can compare masked updates, as {settings.aggregator} does.", cure="Use mean, or three groups."
+                f"The aggregator {settings.aggregator} compares single updates, which a secure sum hides.",
+                cure="Use mean, or three groups.",
             )
         if len(trial.sent) > _MOST:
             raise UsageError(

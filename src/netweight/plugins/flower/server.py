@@ -48,7 +48,7 @@ class Elsewhere(Mapping[int, ClientData]):
 
     def __getitem__(self, number: int) -> ClientData:
         """Refuse: a server has no data."""
-        raise NameNotFound(f"The data of client {number} is with the client, not here.")
+        raise NameNotFound(f"The server does not have the data of client {number}.")
 
     def __iter__(self) -> Iterator[int]:
         """Go through the client numbers."""

@@ -444,7 +444,7 @@ def _add(
             f"{plan.path}: the bank has another adapter {name!r} already.", cure="Rename it, or make another bank."
         )
     if content in holders:
-        raise UsageError(f"{plan.path} holds the same adapter as {holders[content]!r}.", cure="Remove one.")
+        raise UsageError(f"{plan.path} contains the same adapter as {holders[content]!r}.", cure="Remove one.")
     writer.add_rows([name], rows, modules, stamps=[stamp], contents=[content])
     converted = {}
     if plan.conversion and any(part.converts for part in plan.parts.values()):
@@ -464,7 +464,7 @@ def _there(destination: Path, paths: Mapping[str, Path]) -> BankRecord:
     record = read_bank_record(part)
     if others := [name for name in record.names if name not in paths]:
         raise UsageError(
-            f"An interrupted call left {others[0]!r} in {part}, which this source does not hold.",
+            f"An interrupted call left {others[0]!r} in {part}, which this source does not contain.",
             cure=f"Repeat that call, or remove {part}.",
         )
     return record

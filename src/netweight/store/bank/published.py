@@ -37,7 +37,7 @@ def published_tensor(path: str | Path) -> Tensor:
     """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
     value = _load(Path(path))
     if not isinstance(value, Tensor):
-        raise UsageError(f"{path} holds a {type(value).__name__}, not a tensor.", cure="Name the file of a matrix.")
+        raise UsageError(f"{path} holds a {type(value).__name__}, not a tensor.", cure="Give the file of a matrix.")
     return value
 
 
@@ -90,7 +90,7 @@ def import_published(
     # `skip_bad`: whether rows with NaN or infinity are left out
     path = find_published(Path(source))
     if path is None:
-        raise UsageError(f"{source} contains no published matrix.", cure=f"Name a file like {MATRIX}.")
+        raise UsageError(f"{source} contains no published matrix.", cure=f"Give a file like {MATRIX}.")
     matrix = published_tensor(path)
     if matrix.ndim != 2 or not matrix.is_floating_point():
         raise UsageError(
@@ -237,7 +237,9 @@ def _load(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
         cure = _OTHERWISE if path.name == DIMENSIONS else "Only tensors and plain containers of them are read."
-        raise UnsafeInput(f"{path} holds objects that only running its code could make.", cure=cure) from error
+        raise UnsafeInput(
+            f"{path} contains objects that could only be created by running its code.", cure=cure
+        ) from error
     except (RuntimeError, ValueError, EOFError, KeyError, OSError) as error:
         raise CorruptBlob(
             f"{path} cannot be read ({str(error).splitlines()[0]}).", cure="Fetch the file again."

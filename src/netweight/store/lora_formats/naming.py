@@ -222,7 +222,8 @@ def naming_called(name: str) -> Naming:
     if name not in by_key:
         near = nearest_names(name, by_key)
         raise UsageError(
-            f"There is no table of names for {name!r}.", cure=f"Known are {', '.join(by_key)}; nearest is {near[0]}."
+            f"There is no table of names for {name!r}.",
+            cure=f"Choose one of {', '.join(by_key)}. The nearest is {near[0]}.",
         )
     return by_key[name]
 

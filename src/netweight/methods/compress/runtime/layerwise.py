@@ -132,7 +132,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 f"states={states!r} is not supported.", cure=f"Choose one of {', '.join(get_args(States))}."
             )
         if accumulation_steps < 1:
-            raise UsageError(f"accumulation_steps is {accumulation_steps}.", cure="Choose 1 or more.")
+            raise UsageError(
+                f"accumulation_steps must be at least 1, not {accumulation_steps}.", cure="Choose 1 or more."
+            )
         if last_pass is not None and accumulation_steps == 1:
             raise UsageError("last_pass was given, but accumulation_steps is 1.", cure="Give both, or neither.")
         if clip_norm is not None and not clip_norm > 0:
