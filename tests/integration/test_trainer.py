@@ -278,7 +278,7 @@ def test_checkpoints_that_cannot_be_resumed_from(tmp_path):
     (second / "trainer_state.json").unlink()
     with pytest.raises(UsageError, match=r"checkpoint-2 is not a complete checkpoint.*trainer_state\.json"):
         trainer().train(resume_from_checkpoint=str(second))
-    with pytest.raises(UsageError, match=r"of another model: it lacks \['transformer"):
+    with pytest.raises(UsageError, match=r"of another model: it does not have \['transformer"):
         trainer(gpt2).train(resume_from_checkpoint=True)
     with pytest.raises(UsageError, match=r"other shapes or dtypes in \['lm_head.weight'"):
         trainer(lambda: llama().bfloat16()).train(resume_from_checkpoint=True)

@@ -352,7 +352,7 @@ def broken(tmp_path, kind):
         ("pickle", UnsafeInput, "a.bin is a pickle"),
         ("pickle in peft's folder", UnsafeInput, "adapter_model.bin is a pickle"),
         ("no settings", UsageError, "adapter_config.json is missing"),
-        ("other rank in settings", CorruptBlob, "proj has rank 3, its settings say 2"),
+        ("other rank in settings", CorruptBlob, "proj has rank 3, but 2 according to its settings"),
         ("settings no JSON", CorruptBlob, "is not a JSON"),
         ("several", UsageError, "several adapters"),
         ("nothing", UsageError, "contains no adapter"),
@@ -365,7 +365,7 @@ def broken(tmp_path, kind):
         ("one dimension", Unsupported, "no LoRA of a linear layer"),
         ("wide up", Unsupported, "no LoRA of a linear layer"),
         ("half", CorruptBlob, r"no up \(lora_B\) factor"),
-        ("alpha twice", CorruptBlob, "says twice"),
+        ("alpha twice", CorruptBlob, "has two scales for"),
         ("alpha", UsageError, "scale of .* is nan"),
     ],
 )

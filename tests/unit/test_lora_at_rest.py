@@ -73,7 +73,7 @@ def test_tensors_and_header_that_contradict_each_other_are_refused(tmp_path):
     notes = {"lora_adapter_metadata": json.dumps(settings)}
     name = "transformer.transformer_blocks.0.attn.to_q"
     file = lora(tmp_path / "twice.safetensors", [name], alpha=2, notes=notes)
-    with pytest.raises(CorruptBlob, match=r"says twice what .* is scaled by: 0\.5 by the tensor .*, 1 by"):
+    with pytest.raises(CorruptBlob, match=r"has two scales for .*: 0\.5 in the tensor .*, and 1 in"):
         read_adapter(file)
 
 

@@ -222,7 +222,7 @@ def fault(tmp_path, kind):
         ("no dimensions", UsageError, "no weight_dimensions.pt .*--stable-diffusion"),
         ("no settings", UsageError, "no adapter_config.json"),
         ("odd dimensions", UsageError, "the shape of a is 'b'"),
-        ("other rank", CorruptBlob, "has rank 1, its settings say 2"),
+        ("other rank", CorruptBlob, "has rank 1, but 2 according to its settings"),
     ],
 )
 def test_faults_are_named(tmp_path, kind, error, message):

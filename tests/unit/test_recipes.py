@@ -221,7 +221,7 @@ output: recipe.yaml
         ("output: out\ntreatments: [repeat]", "subject: is missing"),
         (GOOD + "seed: x", "seed: must be an integer"),
         (GOOD + "audits: [lenght]", "no treatment of this recipe has an audit 'lenght'. Nearest: length"),
-        (GOOD.replace("out\n", "subject/out\n"), "lies inside the subject"),
+        (GOOD.replace("out\n", "subject/out\n"), "is inside the subject"),
     ],
 )
 def test_what_is_wrong_is_named(text, expected):

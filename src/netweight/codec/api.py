@@ -179,7 +179,7 @@ def encode(
         if kind != [name, shape]:
             raise UsageError(
                 f"The base is {kind[0]} of shape {kind[1]}, the tensor {name} of shape {shape}.",
-                cure="Encode tensors without a counterpart alone.",
+                cure="Encode tensors without a counterpart without a base.",
             )
     return encode_raw(
         data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path, version=version, base=other

@@ -220,17 +220,17 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
         raise Unsupported(
             f"A weight in the fixed-length form is of version {head[11]} and dtype {head[12]}; this release knows "
             f"version {VERSION} and dtype {_BF16}.",
-            cure="Make it anew with this release: the form is for memory, not for files.",
+            cure="Convert the stored weight again with this release: this form is for memory, not for files.",
         )
     rows, columns, escapes = (int.from_bytes(head[at : at + 8], "little") for at in (16, 24, 32))
     layout = FixedLayout(rows, columns, escapes, head[13])
     if not (0 < rows < 1 << 31 and 0 < columns <= MOST_COLUMNS and 1 <= layout.base <= MOST_BASE):
-        raise _corrupt(f"it says {rows} rows, {columns} columns, base {layout.base}")
+        raise _corrupt(f"its header states {rows} rows, {columns} columns and base {layout.base}")
     sound = zlib.crc32(head[8:40]) == int.from_bytes(head[40:44], "little")
     if not sound or escapes * MOST_ESCAPES > rows * columns or any(head[14:16]) or any(head[44:]):
         raise _corrupt("its header has impossible values")
     if int.from_bytes(head[:8], "little") != layout.size - 8 or layout.size > payload.numel():
-        raise _corrupt(f"it has {payload.numel()} bytes and its header asks for {layout.size}")
+        raise _corrupt(f"it has {payload.numel()} bytes, but its header needs {layout.size}")
     return layout
 
 

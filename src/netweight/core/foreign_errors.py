@@ -74,8 +74,8 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
     if shapes:
         name, stored, expected = shapes[0][:3]
         raise UsageError(
-            f"The weight {name!r} of {path} has the shape {tuple(stored)} in the files, and its configuration asks for "
-            f"{tuple(expected)}.",
+            f"The weight {name!r} of {path} has the shape {tuple(stored)} in the files, but "
+            f"{tuple(expected)} according to its configuration.",
             cure=cure,
         )
     if missing:

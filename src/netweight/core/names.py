@@ -84,7 +84,8 @@ def _expression(plain: str, pattern: str) -> str:
         elif not segment or "**" in segment:
             reason = "an empty segment" if not segment else f"'**' inside the segment {segment!r}"
             raise UsageError(
-                f"Pattern {pattern!r} has {reason}.", cure="Put one dot between segments, and '**' alone in its own."
+                f"Pattern {pattern!r} has {reason}.",
+                cure="Put one dot between segments, and write '**' as a segment of its own.",
             )
         else:
             inner = re.escape(segment).replace(r"\*", "[^.]*")

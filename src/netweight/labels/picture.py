@@ -109,8 +109,8 @@ def _footer(label: Label) -> str:
     marks = {row.state for row in label.rows}
     how = "the files and by audits, which ran the model" if label.audited else "the files alone; the model was not run"
     text = f"Made with {label.made_with} on {label.created} from {how}."
-    text += " An exclamation mark stands where a value deserves attention." if "warning" in marks else ""
-    text += " A question mark stands where nothing was measured." if "not measured" in marks else ""
+    text += " An exclamation mark means that a value deserves attention." if "warning" in marks else ""
+    text += " A question mark means that nothing was measured." if "not measured" in marks else ""
     return text
 
 

@@ -183,7 +183,7 @@ def _refuse(args: Any) -> None:
         conflict += " like reduce gradients after they would have been used up."
         cure = "Train in one process on one device, or in your own loop with LayerwiseOptimizer(reduce=...)."
     elif args.fp16:
-        conflict = "fp16=True scales the loss, and looks at all gradients before the first update."
+        conflict = "fp16=True scales the loss, and needs all gradients before the first update."
         cure = "Use bf16=True, or weights in bf16."
     elif (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         conflict = "The model would use reentrant checkpointing, which goes backward one segment at a time."
@@ -261,8 +261,9 @@ def read_folder(folder: str | Path, model: nn.Module) -> None:
         misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
         if missing or others or misfits:
             raise UsageError(
-                f"{folder} is of another model: it lacks {missing[:5]}, has {others[:5]} besides, and other shapes or "
-                f"dtypes in {misfits[:5]}.",
+                f"{folder} is of another model: it does not have {missing[:5]}, it has "
+                f"{others[:5]}, and {misfits[:5]} have "
+                "other shapes or dtypes.",
                 cure="Create the model with the configuration with which it was saved.",
             )
         with torch.no_grad():

@@ -312,7 +312,7 @@ def _path_problems(recipe: Recipe) -> list[str]:
     if not _is_there(recipe):
         problems.append(f"subject: {recipe.subject} does not exist.")
     elif recipe.output.resolve().is_relative_to(recipe.subject.resolve()):
-        problems.append(f"output: {recipe.output} lies inside the subject, which is never changed.")
+        problems.append(f"output: {recipe.output} is inside the subject, which must not be changed.")
     if recipe.output.exists() and not recipe.output.is_dir():
         problems.append(f"output: {recipe.output} is a file; it must be a folder.")
     return problems

@@ -240,7 +240,7 @@ class StoredFile:
         odd = {span.name for span in self.header.spans} - {span.name for span in stored.values()}
         odd |= set(names) ^ stored.keys()
         if not odd and len(self.description.starts) != len(stored):
-            odd = {*names[len(self.description.starts) :], "of which there is no more than its digest"}
+            odd = {*names[len(self.description.starts) :], "of which only the digest is known"}
         if odd:
             raise CorruptBlob(
                 f"{self.path}: tensor {min(odd)!r} is stored or described, but not both.", cure="Fetch the file again."

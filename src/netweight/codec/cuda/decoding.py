@@ -180,7 +180,9 @@ class DecodePlan:
         for blob, layout in zip(blobs, layouts, strict=True):
             _check_blob(blob, layout)
             if layout.new_modes:
-                raise Unsupported("A plan decodes on one device.", cure="Decode blobs with modes of version 2 alone.")
+                raise Unsupported(
+                    "A plan decodes on one device.", cure="Decode blobs with modes of version 2 one by one."
+                )
             if blob.device != self._device:
                 raise UsageError(f"A plan's blobs must lie on one device, not on {self._device} and {blob.device}.")
         if outs is None:

@@ -290,7 +290,7 @@ class Answers:
         state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
-            raise UsageError(f"The same state was answered {again} times already; this client takes no part.")
+            raise UsageError(f"This client does not take part: it has answered the same state {again} times already.")
         self._next = {
             "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
             "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
@@ -299,14 +299,14 @@ class Answers:
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
             raise UsageError(
-                f"This client takes no part: there is a budget, and no ε holds for its answers: "
+                f"This client does not take part: it has a privacy budget, but no ε can be stated for its answers: "
                 f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an answer that has left cannot be taken back.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise UsageError(
-                f"This client takes no part: another answer would spend ε {spent.epsilon:.4g} for one "
+                f"This client does not take part: another answer would spend ε {spent.epsilon:.4g} for one "
                 f"{spent.unit} ({spent.adjacency}); the budget is {budget.epsilon:g} at δ {delta:g}."
             )
         return spent if about.releases else None
@@ -360,7 +360,9 @@ def _trained(
         metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
     trainings = method.train(task, model, [client], round=order.round, seed=seed)
     if not trainings:
-        raise UsageError(f"Client {client.number} takes no part in round {order.round}; its own log says why.")
+        raise UsageError(
+            f"Client {client.number} does not take part in round {order.round}; its own log states the reason."
+        )
     (trained,) = trainings
     metrics.update(trained.update.metrics)
     if order.evaluate:

@@ -221,12 +221,12 @@ class Nodes:
                 report = reply.content.config_records[REPORT]
                 number, examples = int(str(report["client"])), int(str(report["n"]))
             except Exception as error:  # an error message, or whatever a stranger sent instead of a number
-                _LOG.warning("Node %d did not say its client number and examples: %s.", node, error)
+                _LOG.warning("Node %d did not report its client number and examples: %s.", node, error)
                 continue
             if number not in self._clients:
-                _LOG.warning("Node %d says that it is client %d, whom the task does not have.", node, number)
+                _LOG.warning("Node %d claims to be client %d, which the task does not have.", node, number)
             elif self._registered is not None and self._registered.get(node) != number:
-                _LOG.warning("Node %d says that it is client %d; it is not registered as that.", node, number)
+                _LOG.warning("Node %d claims to be client %d; it is not registered as this client.", node, number)
             else:
                 self._number[node] = number
                 said.setdefault(number, examples)

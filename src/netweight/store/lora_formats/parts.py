@@ -184,7 +184,7 @@ def plan_part(
     structured = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
     scale = scale_of(structured.rank)
     if not math.isfinite(scale):
-        raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or mend its alpha.")
+        raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or correct its alpha.")
     part = Part(file, dict(roles), scale, structured.rank or 0, structured.shape, structured.kernel)
     return replace(part, rank=min(conversion.rank, *structured.shape)) if part.converts and conversion else part
 

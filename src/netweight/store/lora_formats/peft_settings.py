@@ -23,7 +23,7 @@ PREFIX = "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 
-_PEFT_ALONE = "Keep it, and load it with peft: the change is not one of the weights alone."
+_PEFT_ALONE = "Keep the file, and load it with peft: it changes more than weights."
 _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
     "use_dora": CONVERT_DORA,
     "modules_to_save": f"{BAKE} Or: {EXTRACT}",
@@ -128,7 +128,7 @@ class LoraSettings:
         rank = stated if rank is None else rank
         if stated != rank:
             raise CorruptBlob(
-                f"{where}: {module} has rank {rank}, its settings say {stated}.",
+                f"{where}: {module} has rank {rank}, but {stated} according to its settings.",
                 cure="Weights and adapter_config.json are of different adapters: fetch both again.",
             )
         alpha = _matching(self.alphas, module, self.alpha)

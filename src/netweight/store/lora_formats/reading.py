@@ -277,7 +277,7 @@ class _Scales:
         scale = self._without_rank(float(alpha)) if rank is None else float(alpha) / rank
         if stated is not None and not math.isclose(stated, scale, rel_tol=1e-6):
             raise CorruptBlob(
-                f"{self._file} says twice what {module} is scaled by: {scale:g} by the tensor {name}, {stated:g} by "
+                f"{self._file} has two scales for {module}: {scale:g} in the tensor {name}, and {stated:g} in "
                 f"{peft.DIFFUSERS_METADATA} in its header.",
                 cure="Remove one of the two: the tensor, or the entry of the header.",
             )

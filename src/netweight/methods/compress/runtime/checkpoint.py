@@ -117,7 +117,7 @@ def load_checkpoint(
         missing, surplus = sorted(own.keys() - names), sorted(names - own.keys())
         if missing or surplus:
             raise UsageError(
-                f"The checkpoint {path} is of another model: it lacks {missing[:5]} and has {surplus[:5]} besides.",
+                f"The checkpoint {path} is of another model: it does not have {missing[:5]}, but it has {surplus[:5]}.",
                 cure="Create the model with the configuration with which the checkpoint was saved.",
             )
         places = {name: prefix + about["tied"].get(name, name) for name in own}

@@ -289,7 +289,7 @@ def refuse_columns(tensor: Any, dim: int, start: int, length: int) -> Any:
         raise Unsupported(
             "A compressed weight can be sharded by rows only.",
             cure="Leave it out of shard_placement_fn, or call netweight.decompress_(model) before fully_shard; "
-            "a model that is sharded in part must be made anew.",
+            "a model that is partly sharded must be created again.",
         )
     return NotImplemented
 

@@ -428,7 +428,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             )
             raise BadGradient(
                 f"The gradient of {waiting.trained.name} holds NaN or infinity. {done}",
-                cure="Lower the learning rate or look at the batch; with clip_norm (also infinity) all gradients are "
+                cure="Lower the learning rate, or inspect the batch; with clip_norm (also infinity) all gradients are "
                 "examined before the first update.",
             )
         return waiting.gradient
