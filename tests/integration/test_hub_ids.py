@@ -134,7 +134,7 @@ def test_commands_of_every_method_take_an_id(calls, tmp_path):
     )
     assert [(code, errors) for code, _, errors in answers if code not in (0, 1)] == []
     assert [code for code, *_ in answers] == [0, 0, 0, 0, 0, 1, 0, 0]  # nothing recovers in two steps: no control
-    assert (tmp_path / "net" / "model.safetensors").is_file()
+    assert (tmp_path / "net" / "model.net.safetensors").is_file()
     assert 'subject: "some/language"' in (tmp_path / "release" / "recipe.yaml").read_text()
 
 
