@@ -135,7 +135,7 @@ def test_without_the_true_images_only_the_objective_is_told(case):
         (["--shape", "1,1,12,11"], "The model does not take images of shape (1, 1, 12, 11)"),
         (["--labels", "1,2"], "2 labels were given for 1 images"),
         (["--sent", "difference"], "Give --lr"),
-        (["--lr", "0.1"], "--lr say how the client trained, but it sent a gradient"),
+        (["--lr", "0.1"], "--lr can be given only for local training, but the client sent a gradient"),
         (["--max-psnr", "3"], "Give --reference"),
         (["--reference", "truth2.safetensors"], "does not contain exactly one tensor of shape (1, 1, 12, 12)"),
         (["--attack", "first-layer", "--layer", "2"], "No tensor '2.weight' was observed"),

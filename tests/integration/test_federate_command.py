@@ -187,5 +187,5 @@ def test_a_rehearsed_liar_is_named_by_the_command_and_its_page(tmp_path: Path) -
     arguments = ["--method", "fedavg", "--epochs", "1", "--lie", "claimed", "--aggregator", "multi-krum"]
     said = run("run", *SMALL, *arguments, "--no-audit", "--out", str(tmp_path))
     assert said.exit_code == 0, said.output
-    assert "Round 1: client 4 is suspicious: says that it has 1125899906842624 examples" in said.output
+    assert "Round 1: client 4 is suspicious: claims 1125899906842624 examples" in said.output
     assert "Clients left out or suspicious" in (tmp_path / "report.html").read_text()

@@ -87,8 +87,9 @@ class InversionSettings(Settings):
         set_ = [n for n in local if getattr(self, n) != type(self).model_fields[n].default]
         if self.sent == "gradient" and set_:
             raise UsageError(
-                f"{', '.join('--' + name.replace('_', '-') for name in set_)} describe local training, but the client "
-                "sent a gradient.",
+                f"{', '.join('--' + name.replace('_', '-') for name in set_)} can be given only for local "
+                f"training, but the "
+                "client sent a gradient.",
                 cure="Give --sent difference if the client sent the change of its parameters.",
             )
         if self.reference is None and (self.max_psnr is not None or self.lpips_backbone is not None):
