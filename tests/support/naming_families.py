@@ -144,7 +144,7 @@ def table() -> str:
         start = f"`{each.start}`" if each.start else "none"
         loaded = "not compared: diffusers reads no LoRA in this naming" if each.mixin is None else "the same"
         if each.exception:
-            loaded += f"; {each.exception}"
+            loaded += f"{';' if each.exception.startswith('not') else ','} {each.exception}"
         whose = "those of diffusers" if each.diffusers else "those of the authors"
         lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start} | {whose} | {loaded} |")
     return "\n".join(lines)
