@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 from tiny_diffusion import picture
 
 from netweight.attacks.embedding_search.report import (
-    Wanted,
+    SubjectRoles,
     grid_figure,
     search_findings,
     search_table,
@@ -69,7 +69,9 @@ def test_the_soonest_start_counts_and_censored_times_stay_censored():
 
 
 def test_findings_hold_what_was_counted_by_hand():
-    found = {finding.name: finding for finding in search_findings(comparison(), Wanted("original", "plain", 5), seed=0)}
+    found = {
+        finding.name: finding for finding in search_findings(comparison(), SubjectRoles("original", "plain", 5), seed=0)
+    }
     back = found["planted images brought back, robust"]
     assert back.value == pytest.approx(100 / 3)
     assert back.ci95[0] == pytest.approx(9.68, abs=0.01)  # Wilson, 2 of 6
@@ -89,14 +91,14 @@ def test_findings_hold_what_was_counted_by_hand():
     assert resistance.target == 5
     assert "resistance against plain, original" not in found
     with pytest.raises(UsageError, match="no searches on 'nobody'"):
-        search_findings(comparison(), Wanted("nobody"), seed=0)
+        search_findings(comparison(), SubjectRoles("nobody"), seed=0)
 
 
 def test_no_ratio_is_told_where_there_is_none():
     whole = comparison()
     assert steps_ratio(whole.of("plain", trained=True), whole.of("original", trained=True), seed=0) is None
     assert steps_ratio(whole.of("plain", trained=True)[:4], whole.of("plain", trained=True), seed=0) is None
-    found = {finding.name: finding for finding in search_findings(whole, Wanted("original", "robust"), seed=0)}
+    found = {finding.name: finding for finding in search_findings(whole, SubjectRoles("original", "robust"), seed=0)}
     # The base was not brought back: all that is sure of the ratio is that it may be next to nothing.
     assert found["resistance against robust, plain"].value == 0
 
@@ -120,7 +122,7 @@ def test_verdicts_never_say_erased_and_look_at_controls():
 def test_failed_searches_fail_a_finding():
     whole = comparison()
     failed = Comparison(whole.runs, SETTINGS, "correlation", (("plain", "a", "ValueError: no"),))
-    last = search_findings(failed, Wanted(), seed=0)[-1]
+    last = search_findings(failed, SubjectRoles(), seed=0)[-1]
     assert last.passed is False
     assert last.detail["reasons"] == ["plain, a: ValueError: no"]
 

@@ -33,7 +33,7 @@ Text: TypeAlias = str | tuple[Message, ...]
 """A string, or a conversation."""
 
 PARTS = ("prompt", "response", "chosen", "rejected")
-"""What a row can hold, by the names that `--columns` takes."""
+"""Parts of a row, by the names that `--columns` takes."""
 
 _SYSTEMS = ("system", "system_prompt")
 _INPUTS = ("input", "context")  # of an Alpaca instruction: Dolly says "context"

@@ -28,13 +28,13 @@ _LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless tol
 _NAMED = 5  # bad rows that a message names; the others are counted
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
-"""What a person can do about rows that contain no usable text, where the command has that option."""
+"""Cure for rows that contain no usable text, where the command has that option."""
 Unusable = Literal["refuse", "drop"]
-"""What happens to rows that cannot be used: the source is refused, or they are left out, counted and named."""
+"""Treatment of rows that cannot be used: the source is refused, or they are left out, counted and named."""
 Report = Callable[[str], object]
 """Receives one sentence about rows that were left out."""
 HUB = "hub:"
-"""What the name of a public data set begins with: `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIGURATION:SPLIT`."""
+"""Prefix of the name of a public data set: `hub:NAME`, `hub:NAME:SPLIT` or `hub:NAME:CONFIGURATION:SPLIT`."""
 
 
 def warn(text: str) -> None:

@@ -115,7 +115,7 @@ def collate(examples: Sequence[Example], *, pad_id: int, loss_on: LossOn = "resp
 
 
 TooLong = Literal["refuse", "cut", "drop"]
-"""What happens to rows longer than the context: the file is refused, answers are cut, or the rows are left out."""
+"""Treatment of rows longer than the context: the file is refused, answers are cut, or the rows are left out."""
 
 
 @final
@@ -151,7 +151,7 @@ class Chat:
 
 
 AnyTemplate = Template | Chat | Literal["chat"]
-"""What stands around prompts and answers; "chat" is the tokenizer's chat template without options."""
+"""Text around prompts and answers; "chat" is the tokenizer's chat template without options."""
 PLAIN = Template()  # the answer follows the prompt at once, as TRL has it
 BELOW = Template("{prompt}\n", "{answer}")  # the answer begins a line of its own: what commands put around plain rows
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails

@@ -164,7 +164,7 @@ class PipelineModel:
     def training_errors(self, latents: Tensor, noise: Tensor, timestep: Tensor, text: Text) -> Tensor:
         """Return the mean squared error of what the denoiser was trained to predict: noise, velocity or sample."""
         output = self._kind(self.add_noise(latents, noise, timestep), timestep, text).float()
-        target = self._kind.schedule.wanted(latents, noise, timestep)
+        target = self._kind.schedule.target(latents, noise, timestep)
         return (output - target).square().flatten(1).mean(1)
 
     @torch.no_grad()

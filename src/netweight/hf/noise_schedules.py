@@ -49,7 +49,7 @@ class NoiseSchedule(ABC):
         """Return the noise and the sample that follow from a denoiser's output for noisy latents."""
 
     @abstractmethod
-    def wanted(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+    def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         """Return what the denoiser was trained to answer for clean latents mixed with noise."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class Diffusion(NoiseSchedule):
             return Prediction(noise=output, sample=(latents - noise * output) / signal.clamp_min(1e-6))
         return Prediction(noise=(latents - signal * output) / noise.clamp_min(1e-6), sample=output)
 
-    def wanted(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+    def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         signal, level = self.shares(timestep, latents.device)
         answers = {"epsilon": noise, "sample": latents, "v_prediction": signal * noise - level * latents}
         return answers[self.kind]
@@ -132,7 +132,7 @@ class Flow(NoiseSchedule):
         signal, level = self.shares(timestep, latents.device)
         return Prediction(noise=latents + signal * output, sample=latents - level * output)
 
-    def wanted(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
+    def target(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
         return noise - latents
 
     def started(self, steps: int, device: torch.device, tokens: int) -> Any:

@@ -243,7 +243,7 @@ def _channels(folder: Path) -> tuple[Sequence[float], Sequence[float]]:
 
 
 Kind = Literal["verbatim", "template"]
-"""Whether a training image comes back whole, or its layout with parts that vary."""
+"""Kind of repetition: the training image itself, or its layout with parts that vary."""
 
 COPY = 0.7
 """Similarity from which an image is called a copy; NeMo's rule for SSCD, by which verbatim copies are told apart."""

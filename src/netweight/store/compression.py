@@ -17,7 +17,7 @@ from netweight.store.file_totals import FileTotals, Tally
 from netweight.store.reader import BATCH, Base, StoredFile
 from netweight.store.safetensors import Span, file_head, nbytes_of
 from netweight.store.sources import TensorSource
-from netweight.store.writer import Seen, StoreWriter
+from netweight.store.writer import StoredTensors, StoreWriter
 
 
 def write_compressed(
@@ -29,7 +29,7 @@ def write_compressed(
     overwrite: bool = False,
     precision: Precision | None = None,
     base: Base | None = None,
-    seen: Seen | None = None,
+    stored_tensors: StoredTensors | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> FileTotals:
     """Write the tensors of a source as a compressed file, a few megabytes at a time.
@@ -42,7 +42,7 @@ def write_compressed(
         overwrite: Whether an existing file may be replaced.
         precision: How weights are rounded; None for not at all. Tensors that the source has encoded stay as they are.
         base: See `StoreWriter`.
-        seen: See `StoreWriter`.
+        stored_tensors: See `StoreWriter`.
         advance: Called with the bytes of the plain file that were read since the last call.
 
     Returns:
@@ -60,7 +60,7 @@ def write_compressed(
     encoding = _Encoding(source, [span for span in header.spans if span.name not in whole], level, base, threads)
     with StoreWriter(
         target, level=level, overwrite=overwrite, threads=threads, original=header, mode=source.mode, base=base,
-        seen=seen,
+        stored_tensors=stored_tensors,
     ) as writer:  # fmt: skip
         advance(header.data_start)
         for span in header.spans:

@@ -30,7 +30,7 @@ from netweight.store.safetensors import (
 )
 
 # Files and names of tensors by digest, dtype and shape.
-Seen = dict[tuple[str, str, tuple[int, ...]], tuple[str, str]]
+StoredTensors = dict[tuple[str, str, tuple[int, ...]], tuple[str, str]]
 _ROOM = 1 << 16  # bytes kept free for the header unless the caller knows better
 _BLOCK = 1 << 22  # bytes copied at a time
 
@@ -52,8 +52,8 @@ class StoreWriter:
         mode: Permissions of the file; None for those that new files get.
         base: A file or folder with tensors of the same names, compressed or not: tensors are stored as differences from
             those that have their dtype and shape. Reading them needs it again.
-        seen: Where tensors of other files of the folder are, by digest, dtype and shape: those that are equal are not
-            stored again. The writer adds its own.
+        stored_tensors: Files and names of the folder's tensors that are stored already, by digest, dtype and shape: a
+            tensor that equals one of them is not stored again. The writer adds its own.
 
     Raises:
         UsageError: The file would be its own base, or the base ends a chain of 8.
@@ -71,7 +71,7 @@ class StoreWriter:
         original: Header | None = None,
         mode: int | None = None,
         base: str | Path | Base | None = None,
-        seen: Seen | None = None,
+        stored_tensors: StoredTensors | None = None,
     ) -> None:
         self.path = Path(path)
         self._level = level
@@ -81,7 +81,7 @@ class StoreWriter:
         self.base = base if base is None or isinstance(base, Base) else Base(Path(base))
         if self.base is not None and self.base.path.resolve() == self.path.resolve():
             raise UsageError(f"{path} cannot be its own base.", cure="Give another file, or another base.")
-        self._seen: Seen = {} if seen is None else seen
+        self._stored_tensors: StoredTensors = {} if stored_tensors is None else stored_tensors
         self._same: dict[str, tuple[str, str]] = {}
         self._differences: dict[str, str] = {}  # digests of what tensors are differences from, by name
         self._original = original
@@ -215,7 +215,9 @@ class StoreWriter:
         """Return the place of an equal tensor; the first of its kind is remembered."""
         if info.nbytes < LEAST or info.version == 1 or info.mantissa_bits is not None or name in self._same:
             return None
-        file, first = self._seen.setdefault((info.digest, info.dtype, tuple(info.shape)), (self.path.name, name))
+        file, first = self._stored_tensors.setdefault(
+            (info.digest, info.dtype, tuple(info.shape)), (self.path.name, name)
+        )
         if (file, first) == (self.path.name, name):
             return None
         return ("" if file == self.path.name else file), first

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from netweight.attacks.embedding_search.report import Wanted, search_section, verdict
+from netweight.attacks.embedding_search.report import SubjectRoles, search_section, verdict
 from netweight.attacks.embedding_search.search import SEARCHES, Comparison, Subject, Target, compare, paired, turned
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
@@ -43,7 +43,7 @@ class Prepared:
     """Prompts to start from."""
     settings: SearchSettings
     descriptor: Descriptor
-    wanted: Wanted
+    roles: SubjectRoles
     """The names of the subject before the edit and after it."""
 
     @property
@@ -90,7 +90,7 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
         controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
     return Prepared(
         tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
-        unrelated, settings, descriptor, Wanted("original", "edited", search.least_resistance),
+        unrelated, settings, descriptor, SubjectRoles("original", "edited", search.least_resistance),
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def attack(target: Attacked, settings: FolderSearch, progress: Progress) -> Resu
     progress.note(f"{planted} memorized images and {controls} controls, searched in: {names}.")
     folder, seeds = target.output / "embedding", range(target.seed, target.seed + settings.seeds)
     comparison = prepared.compare(seeds, folder=folder, progress=progress)
-    section = search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=target.seed)
+    section = search_section(comparison, prepared.targets, prepared.roles, folder=folder, seed=target.seed)
     section = replace(section, intro=f"{section.intro}\n\nBrought back means: {prepared.goal}.")
     verdicts = {name: verdict(comparison, name)[1] for name in comparison.subjects}
     lines = [f"{name}: {words}" for name, words in verdicts.items()]

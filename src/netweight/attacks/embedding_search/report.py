@@ -36,7 +36,7 @@ from netweight.report.text import Conclusion, Criterion, Words, worst
 
 @final
 @dataclass(frozen=True)
-class Wanted:
+class SubjectRoles:
     """The subjects of a search report and its targets."""
 
     unedited: str = "original"
@@ -52,7 +52,7 @@ class Wanted:
 def search_section(
     comparison: Comparison,
     targets: Sequence[Target],
-    wanted: Wanted,
+    roles: SubjectRoles,
     *,
     folder: str | Path,
     seed: int,
@@ -65,17 +65,17 @@ def search_section(
         warnings.append(
             "No never-trained images were searched for, so it is unknown what the search generates by itself."
         )
-    names = sorted(comparison.subjects, key=lambda name: name == wanted.unedited)  # what was edited comes first
+    names = sorted(comparison.subjects, key=lambda name: name == roles.unedited)  # what was edited comes first
     verdicts = {name: verdict(comparison, name) for name in names}
     return Section(
         "Search for embeddings",
-        search_findings(comparison, wanted, seed=seed),
+        search_findings(comparison, roles, seed=seed),
         figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
         tables=[search_table(comparison)],
         intro=_INTRO,
         question="Can a search over text embeddings bring the images back?",
         conclusion=" ".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
-        outcome=worst(outcome for name, (outcome, _) in verdicts.items() if name != wanted.unedited),
+        outcome=worst(outcome for name, (outcome, _) in verdicts.items() if name != roles.unedited),
         warnings=warnings,
     )
 
@@ -134,23 +134,23 @@ def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> Times
     return ratio_of_times(top, bottom, seed=seed)
 
 
-def search_findings(comparison: Comparison, wanted: Wanted, *, seed: int) -> list[Finding]:
+def search_findings(comparison: Comparison, roles: SubjectRoles, *, seed: int) -> list[Finding]:
     """Return the findings on every subject of a comparison."""
-    for name in (wanted.unedited, wanted.edited):
+    for name in (roles.unedited, roles.edited):
         if name is not None and name not in comparison.subjects:
             raise UsageError(
                 f"There are no searches on {name!r}.", cure=f"There are some on: {', '.join(comparison.subjects)}."
             )
     findings: list[Finding] = []
     for name in comparison.subjects:
-        findings += _about(comparison, name, wanted, seed)
+        findings += _about(comparison, name, roles, seed)
     findings += failures_finding("searches that failed", comparison.failures)
     return findings
 
 
-def _about(comparison: Comparison, name: str, wanted: Wanted, seed: int) -> list[Finding]:
+def _about(comparison: Comparison, name: str, roles: SubjectRoles, seed: int) -> list[Finding]:
     planted, controls = (comparison.of(name, trained=trained) for trained in (True, False))
-    base = comparison.of(wanted.unedited, trained=True)
+    base = comparison.of(roles.unedited, trained=True)
     findings = []
     for runs, kind in ((planted, "planted images"), (controls, "never-trained images")):
         if runs:
@@ -159,8 +159,8 @@ def _about(comparison: Comparison, name: str, wanted: Wanted, seed: int) -> list
         findings.append(_by_prompt(name, planted, comparison))
     if planted and controls:
         findings.append(_gap(name, planted, controls, seed))
-    if wanted.edited is not None and name not in (wanted.edited, wanted.unedited) and planted:
-        findings.append(_resistance(name, planted, comparison.of(wanted.edited, trained=True), wanted, seed))
+    if roles.edited is not None and name not in (roles.edited, roles.unedited) and planted:
+        findings.append(_resistance(name, planted, comparison.of(roles.edited, trained=True), roles, seed))
     return findings
 
 
@@ -279,9 +279,9 @@ def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -
     return float(low), float(high)
 
 
-def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], wanted: Wanted, seed: int) -> Finding:
-    title = f"resistance against {wanted.edited}, {name}"
-    common: dict[str, Any] = {"unit": "× steps", "better": "higher", "target": wanted.least_resistance}
+def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], roles: SubjectRoles, seed: int) -> Finding:
+    title = f"resistance against {roles.edited}, {name}"
+    common: dict[str, Any] = {"unit": "× steps", "better": "higher", "target": roles.least_resistance}
     ratio = steps_ratio(runs, base, seed=seed)
     if ratio is None or math.isnan(ratio.estimate):
         why = "neither of the two was brought back in half of the runs"

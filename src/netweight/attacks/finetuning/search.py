@@ -44,7 +44,7 @@ _FEW_ROWS = 8  # rows per step with which a search for few rows begins
 
 
 Cost = Literal["steps", "rows"]
-"""What an attacker wants to pay least of: steps, or rows seen; rows per step are free to him."""
+"""Cost that an attacker minimizes: steps, or rows trained on; rows per step are free to him."""
 
 
 def cost_of(run: Attacked, cost: Cost) -> int | None:

@@ -164,7 +164,7 @@ class Peel:
         self.response = self._windows(full)
         plane = basis[: size[1] * size[2], :1]
         self.patches = F.unfold(plane, self.kernel, padding=block.padding, stride=block.stride)
-        self.wanted = gradient.view(len(weight), channels, -1).permute(0, 2, 1).reshape(-1, channels)
+        self.observed = gradient.view(len(weight), channels, -1).permute(0, 2, 1).reshape(-1, channels)
 
     @property
     def out(self) -> tuple[int, int, int]:
@@ -231,7 +231,7 @@ class Peel:
         """Return how far the gradient is from the wanted one, relative to it."""
         rows = self.gradient_rows(delta)
         gradient = rows.T @ inputs.reshape(self.size[0], -1).T
-        return float((gradient - self.wanted).norm() / self.wanted.norm())
+        return float((gradient - self.observed).norm() / self.observed.norm())
 
     def output_equations(
         self, inputs: Tensor, temperature: float, target: Tensor, *, activated: bool
@@ -257,7 +257,7 @@ class Peel:
         places, channels, shift = self.patches.shape[-1], self.size[0], self.bias.view(-1, 1, 1)
         if places > len(self.weight):
             return None
-        sums = self.wanted.view(len(self.weight), -1, channels)
+        sums = self.observed.view(len(self.weight), -1, channels)
         span = torch.linalg.svd(sums.flatten(1), full_matrices=False).Vh[:places].view(places, -1, channels)
         inside = torch.einsum("rkc,ikp->rpci", span, self.patches).reshape(-1, self.unknowns)
         whole = torch.einsum("ikp,jkp->ij", self.patches, self.patches)
@@ -280,7 +280,7 @@ class Peel:
         # The gradient's equations are the same for every input channel, so their matrix is small and inverted first;
         # the output's come in as a change of low rank (Woodbury), which takes a fifth of the time of one large system.
         rows, rest, shares = self.output_equations(expected, temperature, target, activated=activated)
-        steps = self.gradient_rows(self.delta(shares, cotangent)) / self.wanted.norm()
+        steps = self.gradient_rows(self.delta(shares, cotangent)) / self.observed.norm()
         block = steps @ steps.T
         pull = weight * (rows.square().sum() / self.unknowns + block.diagonal().mean())
         block.diagonal().add_(pull)
@@ -293,7 +293,7 @@ class Peel:
             return solved.transpose(0, 1).reshape(values.shape)
 
         right = rows @ rest + pull * expected.flatten()
-        right = right + (steps @ (self.wanted / self.wanted.norm())).T.reshape(-1)
+        right = right + (steps @ (self.observed / self.observed.norm())).T.reshape(-1)
         first, spread = undo(right), undo(rows)
         small = rows.T @ spread
         small.diagonal().add_(1)

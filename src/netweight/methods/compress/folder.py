@@ -36,7 +36,7 @@ from netweight.store.file_totals import FileTotals
 from netweight.store.reader import Base, StoredFile, weight_map
 from netweight.store.restoration import check_digest, plain_size, restore_file
 from netweight.store.sources import FileSource, TensorSource
-from netweight.store.writer import Seen
+from netweight.store.writer import StoredTensors
 
 _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
@@ -362,7 +362,7 @@ class _Compression:
     work: Job
     task: Task
     done: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
-    seen: dict[Path, Seen] = dataclasses.field(default_factory=dict)
+    stored_tensors: dict[Path, StoredTensors] = dataclasses.field(default_factory=dict)
     """Folder → tensors of its files."""
     bases: dict[Path, Base] = dataclasses.field(default_factory=dict)
     """Folder whose tensors are differences → its base."""
@@ -403,7 +403,7 @@ class _Compression:
                 overwrite=True,
                 precision=_precision(self.settings),
                 base=self._base(item),
-                seen=self.seen.setdefault(Path(item.stored).parent, {}),
+                stored_tensors=self.stored_tensors.setdefault(Path(item.stored).parent, {}),
                 advance=self.task.update,
             )
         return FileEntry(path=item.path, kind="compressed", stored=item.stored, **vars(result))
@@ -417,12 +417,12 @@ class _Compression:
 
     def _remember(self, item: PlannedFile) -> None:
         """Note the tensors of a file that an earlier run finished, as if they had been written now."""
-        seen = self.seen.setdefault(Path(item.stored).parent, {})
+        tensors = self.stored_tensors.setdefault(Path(item.stored).parent, {})
         with closing(StoredFile(self.work.tree / item.stored)) as file:
             same = {} if file.description is None else file.description.same
             for info in (file.info(name) for name in file.names() if name not in same):
                 if info.nbytes >= LEAST and info.digest is not None and file.rounding(info.name) is None:
-                    seen.setdefault((info.digest, info.dtype, info.shape), (Path(item.stored).name, info.name))
+                    tensors.setdefault((info.digest, info.dtype, info.shape), (Path(item.stored).name, info.name))
 
     def _index(self, item: PlannedFile) -> FileEntry:
         """Rewrite an index for the compressed shards."""

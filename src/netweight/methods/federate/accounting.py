@@ -30,7 +30,7 @@ class Release:
     """One noisy part of an answer."""
 
     unit: Unit
-    """What the noise protects: a single example, or everything that a client's update reveals."""
+    """Unit that the noise protects: a single example, or everything that a client's update reveals."""
     noise: float
     """Standard deviation of the noise as a multiple of the clip; above 0."""
     rate: float

@@ -84,7 +84,7 @@ class _Clients(Settings):
             )
 
 
-class _Asked(Federation, _Clients):
+class _Request(Federation, _Clients):
     """All that decides a federation but its data."""
 
     rounds: int = Field(default=20, ge=1, description="Number of rounds.")
@@ -150,7 +150,7 @@ class _Asked(Federation, _Clients):
             )
 
 
-class FolderFederation(_Asked):
+class FolderFederation(_Request):
     """Settings of a federation in a command or a recipe, which give its data beside them."""
 
     option_groups: ClassVar = {
@@ -177,7 +177,7 @@ class FolderFederation(_Asked):
 
     def plan(self, data: str) -> FederationPlan:
         """Return what decides the federation."""
-        return FederationPlan(data=data, **{name: getattr(self, name) for name in _Asked.model_fields})
+        return FederationPlan(data=data, **{name: getattr(self, name) for name in _Request.model_fields})
 
 
 @final
@@ -209,7 +209,7 @@ class FederationExport(Settings):
 
 
 @final
-class FederationPlan(_Asked):
+class FederationPlan(_Request):
     """All that decides a federation; a run's folder keeps it."""
 
     data: str = Field(default="digits", description="A data set by name, or a folder of images.")

@@ -209,7 +209,7 @@ def audit_folder(
     sections = [of_treatment(shown, TREATMENT, [name for name, done in ran.items() if done])]
     searched: dict[str, str] = {}
     if comparison is not None:
-        sections.append(search_section(comparison, prepared.targets, prepared.wanted, folder=folder, seed=seed))
+        sections.append(search_section(comparison, prepared.targets, prepared.roles, folder=folder, seed=seed))
         searched = {name: verdict(comparison, name)[1] for name in comparison.subjects}
     sections += [membership(errors, seed=seed), detection(scores)]
     if localizations is not None:

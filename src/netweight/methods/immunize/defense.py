@@ -60,13 +60,13 @@ class Defense(Generic[S]):
     name: str
     """Name in records and tables."""
     aligned = False
-    """Whether both sides of a batch must have one width."""
+    """True if both sides of a batch must have one width."""
     trains = True
-    """Whether there is anything to train; if not, `prepared` does all the work."""
+    """True if there is anything to train; if not, `prepared` does all the work."""
     looks_ahead = False
-    """Whether computing the loss takes gradients itself."""
+    """True if computing the loss takes gradients itself."""
     needs_kept = False
-    """Whether rows of abilities to keep are required."""
+    """True if rows of abilities to keep are required."""
 
     def __init__(self, settings: S) -> None:
         self.settings = settings

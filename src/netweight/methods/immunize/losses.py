@@ -81,7 +81,7 @@ def response_loss(model: nn.Module, side: Batch, group: ProcessGroup = ALONE) ->
     return answer_loss(result.logits, Targets.of_labels(side.labels, group))
 
 
-def seen(batch: Batch) -> Tensor:
+def token_mask(batch: Batch) -> Tensor:
     """Return the mask of all tokens, prompts included, without rows in which nothing is predicted."""
     return batch.attention_mask.bool() & (batch.labels != IGNORED).any(1, keepdim=True)
 

@@ -167,9 +167,10 @@ class _Training:
         pairs: Sequence[Pair],
         retain: Sequence[Example],
         pad_id: int,
-        kept: tuple[str, list[Job]] | None,
+        checkpoint: tuple[str, list[Job]] | None,
     ) -> None:
-        self.kept = kept  # what a checkpoint must be of, and in the first process the job that holds it
+        # The identity that a checkpoint must have, and in the first process the job that contains it; None without one.
+        self.checkpoint = checkpoint
         self.model, self.group, self.device = spread.model, spread.group, spread.device
         self.defense, self.settings = defense, settings
         self.pairs, self.retain, self.pad_id = pairs, retain, pad_id
@@ -203,9 +204,9 @@ class _Training:
 
     def _save(self) -> None:
         """Keep all of training between two steps; the first process does, with all others' parts."""
-        if self.kept is None:
+        if self.checkpoint is None:
             return
-        identity, jobs = self.kept
+        identity, jobs = self.checkpoint
         about = {"identity": identity, "balance": self.balance, "steps": [asdict(step) for step in self.steps]}
         self.group.first_takes(self._tensors(), lambda tensors: jobs[0].save(about, tensors))
 
@@ -223,9 +224,9 @@ class _Training:
     @torch.no_grad()
     def _restore(self) -> bool:
         """Go back to what was kept, which the first process reads for all; False if there is nothing."""
-        if self.kept is None:
+        if self.checkpoint is None:
             return False
-        (_, jobs), tensors = self.kept, dict[str, Tensor]()
+        (_, jobs), tensors = self.checkpoint, dict[str, Tensor]()
 
         def read() -> tuple[dict[str, Any], set[str]] | None:
             stored = jobs[0].load()

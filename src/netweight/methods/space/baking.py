@@ -156,7 +156,7 @@ def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -
 
 
 def _is_hidden(inside: Path) -> bool:
-    """Whether a file lies in a hidden folder, such as git's."""
+    """Return whether a file lies in a hidden folder, such as git's."""
     return any(part.startswith(".") for part in inside.parts[:-1])
 
 

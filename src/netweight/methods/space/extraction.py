@@ -206,7 +206,7 @@ class _Extraction:
                 self.uncovered.append(name)
 
     def _is_tied(self, name: str) -> bool:
-        """Whether a parameter is another one's memory, so that files need not have it."""
+        """Return whether a parameter is another one's memory, so that files need not have it."""
         return self._modules is not None and name in self._modules.tied
 
     def _changes(self, vectors: dict[str, Tensor], progress: Progress) -> Iterator[_Change]:

@@ -49,7 +49,7 @@ def _job_of(folder: str | Path, client: int, *, reading: bool = False) -> Abstra
 
 @final
 @dataclass(frozen=True)
-class Kept:
+class PrivateTensors:
     """A client's private tensors after some rounds."""
 
     client: int
@@ -84,7 +84,7 @@ class Kept:
             state[f"{_KEY}.{round}"] = to_record(tensors)
 
     @classmethod
-    def of_state(cls, state: RecordDict, client: int) -> Kept:
+    def of_state(cls, state: RecordDict, client: int) -> PrivateTensors:
         """Return what a context's state holds for a client."""
         about = state.config_records.get(_KEY)
         if about is None or about["client"] != client:
@@ -105,7 +105,7 @@ class Kept:
                 yield f"{round}|{name}", value
 
     @classmethod
-    def load(cls, job: Job, client: int) -> Kept | None:
+    def load(cls, job: Job, client: int) -> PrivateTensors | None:
         """Read a client's job, if it keeps something."""
         state = job.load()
         if state is None:
@@ -122,15 +122,15 @@ class Kept:
 
 def export_private(folder: str | Path, client: int, target: str | Path) -> Path:
     """Write a client's newest private tensors, such as its head, to an ordinary safetensors file."""
-    kept = None
+    private_tensors = None
     if (Path(folder) / f"client-{client}" / _STATE).exists():
         with _job_of(folder, client, reading=True) as job:
-            kept = Kept.load(job, client)
-    if kept is None:
+            private_tensors = PrivateTensors.load(job, client)
+    if private_tensors is None:
         raise UsageError(f"There are no private tensors of client {client} in {folder}.", cure="Check the folder.")
-    newest = max(kept.after)
-    about = {"client": client, "federation": kept.federation, "round": newest}
-    data = safetensors.torch.save(dict(kept.after[newest]), metadata={_KEY: json.dumps(about)})
+    newest = max(private_tensors.after)
+    about = {"client": client, "federation": private_tensors.federation, "round": newest}
+    data = safetensors.torch.save(dict(private_tensors.after[newest]), metadata={_KEY: json.dumps(about)})
     with whole_file(Path(target)) as file:
         file.write(data)
     return Path(target)
@@ -151,7 +151,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
             raise UsageError(
                 f"{job.folder} holds private tensors of client {client} already.", cure="Move the folder away."
             )
-        Kept(client, federation, {round: tensors}).save(job)
+        PrivateTensors(client, federation, {round: tensors}).save(job)
         return job.folder
 
 
@@ -223,10 +223,12 @@ def client_app(
             )
         spent = answers.admit(order, sent, privacy_of(own_method, task.client(number).n), budget, repeats)
         own_seed: int = answers.seed if rehearsed is None else rehearsed
-        kept = (Kept.load(job, number) if job is not None else None) or Kept.of_state(context.state, number)
+        private_tensors = (PrivateTensors.load(job, number) if job is not None else None) or PrivateTensors.of_state(
+            context.state, number
+        )
         start = own_method.private_start(task, number, seed=own_seed)
         # A method that keeps nothing to itself needs nothing from earlier rounds.
-        private = (kept.at(order.federation, order.go_on_from) if start else None) or start
+        private = (private_tensors.at(order.federation, order.go_on_from) if start else None) or start
         received = _on(device, sent)
         client = Client(number, _on(device, private), received)
         # Noise is drawn anew for every answer: two answers with the same noise would differ by what it hides.
@@ -239,7 +241,7 @@ def client_app(
         # Kept and counted before the update leaves: a server must not go on from what a client may have lost. What
         # another federation keeps here stays where this one keeps nothing.
         if start:
-            after = Kept(number, order.federation, {order.go_on_from: private, order.round: trained.private})
+            after = PrivateTensors(number, order.federation, {order.go_on_from: private, order.round: trained.private})
             if job is not None:
                 after.save(job)
             after.to_state(context.state)

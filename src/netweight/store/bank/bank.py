@@ -323,7 +323,7 @@ class _Kind:
 
 @final
 @dataclass(frozen=True)
-class _Seen:
+class _AdapterHeader:
     """The little that is kept of a checked adapter until it is read, as there may be many."""
 
     path: Path
@@ -410,9 +410,9 @@ def _ingest(
 
 def _checked(
     paths: Mapping[str, Path], reader: _Reader, bad: dict[str, NetweightError], progress: Progress
-) -> dict[str, _Seen]:
+) -> dict[str, _AdapterHeader]:
     """Look at all headers and settings; what is wrong with an adapter by itself goes into `bad`."""
-    headers: dict[str, _Seen] = {}
+    headers: dict[str, _AdapterHeader] = {}
     kinds: dict[_Kind, _Kind] = {}
     for name, path in progress.track(paths.items(), "Checking adapters", len(paths), unit="adapters"):
         try:
@@ -421,7 +421,9 @@ def _checked(
             bad[name] = error
             continue
         kind = _Kind(tuple(plan.shapes.items()), tuple(plan.kernels.items()))
-        headers[name] = _Seen(path, kinds.setdefault(kind, kind), plan.base, plan if len(headers) < _KEPT else None)
+        headers[name] = _AdapterHeader(
+            path, kinds.setdefault(kind, kind), plan.base, plan if len(headers) < _KEPT else None
+        )
     return headers
 
 
@@ -521,7 +523,7 @@ def _stamp(path: Path) -> str:
     return " ".join(f"{status.st_size}-{status.st_mtime_ns}" for status in (file.stat() for file in files))
 
 
-def _usual(headers: list[_Seen]) -> BankRecord:
+def _usual(headers: list[_AdapterHeader]) -> BankRecord:
     """Return the base of most adapters, and the modules of all of that base that fit together.
 
     A base is that of adapters which name it, and of others only where they change modules of these: never of modules
@@ -572,7 +574,7 @@ def _fits(
     return None
 
 
-def _misfits(headers: Mapping[str, _Seen], expected: BankRecord) -> dict[str, NetweightError]:
+def _misfits(headers: Mapping[str, _AdapterHeader], expected: BankRecord) -> dict[str, NetweightError]:
     """Adapters of other modules, shapes, kernels or bases than expected."""
     bad: dict[str, NetweightError] = {}
     for name, one in headers.items():

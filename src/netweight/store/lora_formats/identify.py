@@ -352,7 +352,7 @@ def _like_diffusers(naming: Naming, pieces: Mapping[str, tuple[Piece, ...]], wri
 
 
 def _like_another(naming: Naming, found: Mapping[str, tuple[Piece, ...]], written: list[_Written]) -> bool:
-    """Whether names behind the authors' prefix are nowhere the authors', but only those that diffusers gives.
+    """Return whether names behind the authors' prefix are nowhere the authors', but only those that diffusers gives.
 
     They are of an architecture in no table, whose authors give the names that diffusers gives another one.
     """
@@ -395,7 +395,7 @@ def _refuse_two(
 
 
 def _family(each: _Written) -> str:
-    """What stands before the first number of a name, such as `transformer_blocks`."""
+    """Return the part of a name before its first number, such as `transformer_blocks`."""
     return re.split(r"\.\d+\.", each.paths[0], maxsplit=1)[0]
 
 

@@ -30,7 +30,7 @@ _NEWEST = 1  # tensors that wait uncompressed: with the newest the backward pass
 _Pack = Callable[[Any], Any]
 
 
-class _Kept:
+class _SavedMemory:
     """The values of one piece of memory: as they are at first, compressed when newer ones have come."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -74,13 +74,13 @@ class _Packed:
 
     requires_grad = False  # a checkpoint reads this of what it keeps, and its shape, dtype and device
 
-    def __init__(self, tensor: torch.Tensor, kept: _Kept) -> None:
-        self.kept = kept
+    def __init__(self, tensor: torch.Tensor, memory: _SavedMemory) -> None:
+        self.memory = memory
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.stride = tensor.stride()
 
     def dense(self) -> torch.Tensor:
-        values = self.kept.values()
+        values = self.memory.values()
         return values.as_strided(self.shape, self.stride, values.storage_offset())
 
 
@@ -88,20 +88,20 @@ class _Packing:
     """Packs tensors: the same memory once, however often autograd saves it, and the newest last."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_Kept]]] = {}
-        self._newest: deque[weakref.ref[_Kept]] = deque()
+        self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, weakref.ref[_SavedMemory]]] = {}
+        self._newest: deque[weakref.ref[_SavedMemory]] = deque()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
-        return _Packed(tensor, self._kept(tensor)) if _worth_trying(tensor) else tensor
+        return _Packed(tensor, self._memory_of(tensor)) if _worth_trying(tensor) else tensor
 
-    def _kept(self, tensor: torch.Tensor) -> _Kept:
+    def _memory_of(self, tensor: torch.Tensor) -> _SavedMemory:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version)
         if key in self._known:
             copy = self._known[key][1]()
             if copy is not None:
                 return copy
-        copy = _Kept(tensor)
+        copy = _SavedMemory(tensor)
         # The reference to the storage keeps its address from being used again as long as the entry is there, and the
         # entry goes with what is kept: a block may be as long as a whole training.
         forget = weakref.finalize(copy, self._known.pop, key, None)

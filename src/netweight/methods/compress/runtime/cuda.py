@@ -83,7 +83,7 @@ def _kernels_run() -> bool:
 
 
 @dataclass(slots=True)
-class _Known:
+class _PayloadFacts:
     """Properties of one version of a payload's bytes, shared by its copies on other devices."""
 
     layout: Layout | None = None
@@ -96,12 +96,12 @@ def version_of(payload: torch.Tensor) -> int | None:
     return None if payload.is_inference() else payload._version
 
 
-def _found(payload: torch.Tensor) -> _Known | None:
+def _found(payload: torch.Tensor) -> _PayloadFacts | None:
     version, note = getattr(payload, _NOTE, (None, None))
     return note if version is not None and version == version_of(payload) else None
 
 
-def _note(payload: torch.Tensor, note: _Known) -> _Known:
+def _note(payload: torch.Tensor, note: _PayloadFacts) -> _PayloadFacts:
     setattr(payload, _NOTE, (version_of(payload), note))
     return note
 
@@ -111,9 +111,9 @@ def copied(payload: torch.Tensor, source: torch.Tensor) -> None:
     # So weights that are offloaded to the CPU between passes are looked up and checked in the first pass only.
     note = _found(source)
     if note is None:
-        note = _note(source, _Known())
+        note = _note(source, _PayloadFacts())
     if note.layout is not None and handles(payload):
-        note = _Known(_layout_on(note.layout, payload.device), note.checked)
+        note = _PayloadFacts(_layout_on(note.layout, payload.device), note.checked)
     _note(payload, note)
 
 
@@ -151,7 +151,7 @@ def cut_of(payload: torch.Tensor) -> int:
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
     """Note that a payload holds a blob now that was encoded on its device from a tensor."""
     layout = cuda.layout_of_encoded(payload[LENGTH : LENGTH + size], like, level=level, chunk_log2=chunk_log2)
-    _note(payload, _Known(layout, checked=True))
+    _note(payload, _PayloadFacts(layout, checked=True))
 
 
 # ---- the status of a device ------------------------------------------------------------------------------------------
@@ -302,14 +302,16 @@ class Decoder:
             return None
         return note.layout.nbytes
 
-    def _look_up(self, payload: torch.Tensor) -> _Known:
-        note = _found(payload) or _note(payload, _Known())
+    def _look_up(self, payload: torch.Tensor) -> _PayloadFacts:
+        note = _found(payload) or _note(payload, _PayloadFacts())
         if note.layout is None:
             _refuse_capture(payload)
             note.layout = _layout_of(payload)
         return note
 
-    def _decoded(self, blob: torch.Tensor, layout: Layout, note: _Known, out: torch.Tensor | None) -> torch.Tensor:
+    def _decoded(
+        self, blob: torch.Tensor, layout: Layout, note: _PayloadFacts, out: torch.Tensor | None
+    ) -> torch.Tensor:
         if not note.checked:
             _refuse_capture(blob)
         status = self.status.kernels if note.checked else None

@@ -34,4 +34,6 @@ class Distil(TrainedEdit):
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on images of ordinary prompts, and take the answers to anchors."""
         chosen = training.drawn_pairs(count, generator)
-        return training.asked(training.drawn_latents(count, generator), chosen, training.anchor_text(chosen), generator)
+        return training.questions(
+            training.drawn_latents(count, generator), chosen, training.anchor_text(chosen), generator
+        )

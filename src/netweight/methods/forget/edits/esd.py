@@ -37,5 +37,7 @@ class Esd(TrainedEdit):
     def questions(self, training: Training, count: int, generator: Generator) -> Questions:
         """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""
         chosen = training.drawn_pairs(count, generator)
-        questions = training.asked(training.memorized_latents(chosen), chosen, training.empty_text(count), generator)
+        questions = training.questions(
+            training.memorized_latents(chosen), chosen, training.empty_text(count), generator
+        )
         return replace(questions, away=training.pair_text(chosen))

@@ -89,7 +89,7 @@ class Siss(TrainedEdit):
         pure = noisiest & (torch.rand(count, generator=generator) < 0.5)
         unprompted = torch.rand(count, generator=generator) < 0.5
         unprompted[:anchored] = False
-        questions = training.asked(latents, chosen, training.anchor_text(chosen), generator, times=times, pure=pure)
+        questions = training.questions(latents, chosen, training.anchor_text(chosen), generator, times=times, pure=pure)
         empty = training.empty_text(count)
         return replace(
             questions,

@@ -222,7 +222,7 @@ class Training:
         count = len(one)
         return joined.rows([row if use else count + row for row, use in enumerate(first.tolist())])
 
-    def asked(
+    def questions(
         self, latents: Tensor, pairs: Sequence[int], teacher: Text, generator: Generator, *,
         times: Tensor | None = None, pure: Tensor | None = None,
     ) -> Questions:  # fmt: skip

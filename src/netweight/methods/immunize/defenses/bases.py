@@ -77,7 +77,7 @@ class WithOriginal(Defense[S]):
         """Return the model's output for a batch, and the mean distance of its states from the original's by depth."""
         original, output = self.both(model, batch, output_hidden_states=True)
         apart = [
-            (one[losses.seen(batch)].float() - other[losses.seen(batch)].float()).norm(dim=-1)
+            (one[losses.token_mask(batch)].float() - other[losses.token_mask(batch)].float()).norm(dim=-1)
             for one, other in zip(output.hidden_states, original.hidden_states, strict=True)
         ]
         return output, torch.stack([losses.mean_of_all(each, group) for each in apart]).mean()

@@ -82,7 +82,9 @@ class DistillationDefense(WithOriginal[Distillation]):
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Divergence from the original at every token."""
-        target, output = (each.logits[losses.seen(batch)].float().log_softmax(-1) for each in self.both(model, batch))
+        target, output = (
+            each.logits[losses.token_mask(batch)].float().log_softmax(-1) for each in self.both(model, batch)
+        )
         return {
             name: Term(
                 losses.mean_of_all(functional.kl_div(output, target, reduction="none", log_target=True).sum(-1), group)

@@ -127,7 +127,7 @@ class RepNoiseDefense(Defense[RepNoise]):
         side = {"ascent": Term(ascent, -settings.alpha)}
         if settings.norms is not None and self.usual:
             lengths = [
-                states[name][losses.seen(batch.harmful)].float().norm(dim=-1) / usual
+                states[name][losses.token_mask(batch.harmful)].float().norm(dim=-1) / usual
                 for name, usual in self.usual.items()
             ]
             over = (torch.stack(lengths, -1) / settings.norms - 1).relu().square().mean(-1)

@@ -71,7 +71,7 @@ class RMUDefense(WithOriginal[RMU]):
             )
         self.place = list(parts.blocks)[number - 1]
         drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))
-        self.wanted = self.settings.coefficient * drawn / drawn.norm()
+        self.direction = self.settings.coefficient * drawn / drawn.norm()
         with super().prepared(model, seed=seed):
             yield
 
@@ -79,7 +79,9 @@ class RMUDefense(WithOriginal[RMU]):
         with hooks.capture(model, [self.place], gradients=True) as outputs:
             model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
         states = outputs[self.place][batch.harmful.labels != IGNORED].float()
-        yield {"steering": Term(losses.mean_of_all((states - self.wanted.to(states)).square().mean(-1), batch.group))}
+        yield {
+            "steering": Term(losses.mean_of_all((states - self.direction.to(states)).square().mean(-1), batch.group))
+        }
         yield self.kept(model, batch.harmless, batch.group, "retain")
 
     def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
@@ -89,5 +91,8 @@ class RMUDefense(WithOriginal[RMU]):
             hooks.capture(self.original, [self.place]) as originals,
         ):
             self.both(model, batch)
-        apart = states[self.place][losses.seen(batch)].float() - originals[self.place][losses.seen(batch)].float()
+        apart = (
+            states[self.place][losses.token_mask(batch)].float()
+            - originals[self.place][losses.token_mask(batch)].float()
+        )
         return {name: Term(losses.mean_of_all(apart.square().mean(-1), group), self.settings.alpha)}
