@@ -261,7 +261,7 @@ def test_missing_columns_come_with_the_nearest_names(tokenizer):
 
 def test_tokenizers_that_lack_something(tokenizer):
     bare = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
-    with pytest.raises(UsageError, match=r"no token for padding.*tokenizer\.pad_token = tokenizer\.eos_token"):
+    with pytest.raises(UsageError, match=r"no token for padding.*tokenizer\.pad_token = "):
         tokens.load_pairs(ROWS, bare, context=64)
     bare.pad_token = "</s>"
     with pytest.raises(UsageError, match="no end of sequence"):

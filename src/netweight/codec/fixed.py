@@ -389,8 +389,10 @@ def _orders(columns: int, inputs: int) -> Iterator[Order]:
 def order_of(
     rows: int, columns: int, inputs: int, threads: int, biased: bool, *, strided: bool = False
 ) -> Order | None:
-    """In what order torch adds up such a product; None if the native module does not know it."""
-    # `strided`: the inputs are not contiguous, as the last positions of several sequences are not
+    """In what order torch adds up such a product; None if the native module does not know it.
+
+    `strided`: the inputs are not contiguous, as the last positions of several sequences are not.
+    """
     orders, rows = list(_orders(columns, inputs)), min(rows, _MOST_ROWS_TRIED)
     if not orders:
         return None

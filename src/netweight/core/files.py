@@ -301,8 +301,10 @@ def lock(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def whole_file(target: Path, *, overwrite: bool = False, mode: int | None = None) -> Iterator[IO[bytes]]:
-    """Write a file that appears whole or not at all."""
-    # `mode`: its permissions, also while it is written; None for those that new files get
+    """Write a file that appears whole or not at all.
+
+    `mode`: its permissions, also while it is written; None for those that new files get.
+    """
     refuse_existing(target, overwrite=overwrite)
     with naming_failures(target):
         part, file = _new_part(target)
@@ -426,8 +428,10 @@ _FREE = 400_000  # values that any text may hold; a parsed value takes up to 64 
 
 
 def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE) -> Any:
-    """Parse JSON; every refusal is a `ValueError`: too deep, too many values, names given twice, text without UTF-8."""
-    # `most`: values it may hold beyond `free`; None for as many as its own length allows
+    """Parse JSON; every refusal is a `ValueError`: too deep, too many values, names given twice, text without UTF-8.
+
+    `most`: values it may hold beyond `free`; None for as many as its own length allows.
+    """
     data = text.encode() if isinstance(text, str) else text
     values, depth = _structure(data)
     if depth > _DEPTH:
@@ -507,8 +511,10 @@ _MOST = 1 << 28  # bytes of a record
 
 
 def write_record(path: str | Path, values: Mapping[str, Any], *, version: int, overwrite: bool = True) -> None:
-    """Write a record, whole or not at all."""
-    # `values`: what `canonical_json` takes; infinity and NaN are kept
+    """Write a record, whole or not at all.
+
+    `values`: what `canonical_json` takes; infinity and NaN are kept.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, overwrite=overwrite) as file:
@@ -516,8 +522,10 @@ def write_record(path: str | Path, values: Mapping[str, Any], *, version: int, o
 
 
 def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, version: int, of: str) -> T:
-    """Read a record."""
-    # `version`: which it must have
+    """Read a record.
+
+    `version`: which it must have.
+    """
     try:
         values = read_object(Path(path), limit=_MOST)
         if values.pop("version") != version:

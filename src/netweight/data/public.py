@@ -35,8 +35,10 @@ Kind = Literal["toxic", "non_toxic", "toxic_test"]
 
 
 def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", safe: bool = False) -> list[TextExample]:
-    """Read questions with answers from BeaverTails."""
-    # Source: Ji et al., BeaverTails, arXiv 2307.04657.
+    """Read questions with answers from BeaverTails.
+
+    Source: Ji et al., BeaverTails, arXiv 2307.04657.
+    """
     rows = read_rows(_beavertails(split) if source is None else source)
     rows.need("prompt", "response", "category", "is_safe")
     errors = RowErrors(rows.name)
@@ -50,9 +52,12 @@ def beavertails(source: str | Path | Any = None, *, split: str = "30k_train", sa
 
 
 def paired_refusals(source: str | Path | Any) -> list[TextPair]:
-    """Read the questions of BeaverTails with a harmful answer and a refusal."""
-    # As the authors of RepNoise published them.
-    # Source: RepNoise (arXiv 2405.14577), section 4.
+    """Read the questions of BeaverTails with a harmful answer and a refusal.
+
+    As the authors of RepNoise published them.
+
+    Source: RepNoise (arXiv 2405.14577), section 4.
+    """
     rows = read_rows(source)
     rows.need("prompt", "response", "category", "is_safe", "refusal")
     errors = RowErrors(rows.name)
@@ -69,8 +74,10 @@ def paired_refusals(source: str | Path | Any) -> list[TextPair]:
 
 
 def decoding_trust(source: str | Path | Any, *, kind: Kind = "toxic") -> list[TextExample]:
-    """Read the prompts of DecodingTrust's toxicity part with their continuations."""
-    # Source: Wang et al., DecodingTrust, arXiv 2306.11698; the instruction is that of RepNoise's public code.
+    """Read the prompts of DecodingTrust's toxicity part with their continuations.
+
+    Source: Wang et al., DecodingTrust, arXiv 2306.11698; the instruction is that of RepNoise's public code.
+    """
     rows = read_rows(source)
     rows.need("prompt", "continuation")
     errors = RowErrors(rows.name)
@@ -171,8 +178,10 @@ class Pair:
 
 
 def wikitext2(split: Literal["valid", "test"]) -> str:
-    """Return a split of WikiText-2 (word level, with its `<unk>`), 1.1 and 1.3 MB."""
-    # Source: Merity et al., Pointer Sentinel Mixture Models, 2016.
+    """Return a split of WikiText-2 (word level, with its `<unk>`), 1.1 and 1.3 MB.
+
+    Source: Merity et al., Pointer Sentinel Mixture Models, 2016.
+    """
     if split not in ("valid", "test"):
         raise UsageError(f"There is no split {split!r} of WikiText-2 here.", cure="Use valid or test.")
     return text_file(f"wikitext2-{split}.txt").read_text(encoding="utf-8")
@@ -184,8 +193,10 @@ def tiny_shakespeare() -> str:
 
 
 def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
-    """Return a split of 10,336 questions of WikiSQL with their queries; no table is in two splits."""
-    # Source: Zhong et al., Seq2SQL, 2017; queries as made canonical by Finegan-Dollak et al., 2018.
+    """Return a split of 10,336 questions of WikiSQL with their queries; no table is in two splits.
+
+    Source: Zhong et al., Seq2SQL, 2017; queries as made canonical by Finegan-Dollak et al., 2018.
+    """
     if split not in ("train", "dev", "test"):
         raise UsageError(f"There is no split {split!r} of WikiSQL.", cure="Use train, dev or test.")
     file = text_file("wikisql_12k.parquet")

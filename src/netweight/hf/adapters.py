@@ -72,8 +72,10 @@ def train_pictures(
     each: int = 4,
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train one adapter for each subject, all in one forward pass."""
-    # Source: Ruiz et al., DreamBooth, 2023, without prior images; Dravid et al., weights2weights, 2024, section 3.1.
+    """Train one adapter for each subject, all in one forward pass.
+
+    Source: Ruiz et al., DreamBooth, 2023, without prior images; Dravid et al., weights2weights, 2024, section 3.1.
+    """
     latents = [model.to_latents(subject.images) for subject in subjects]
     for subject, clean in zip(subjects, latents, strict=True):
         if tuple(clean.shape[1:]) != model.latent_shape:

@@ -113,8 +113,10 @@ class PipelineModel:
         )
 
     def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:
-        """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them."""
-        # `tokens`: what its text encoder reads in place of their embeddings, with gradients
+        """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them.
+
+        `tokens`: what its text encoder reads in place of their embeddings, with gradients.
+        """
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one; the empty one is ''.")
         if tokens is None:

@@ -106,8 +106,10 @@ def near_duplicates(adapters: Sequence[tuple[str, Mapping[str, LowRank], float]]
 
 
 def _pairs_of(group: Sequence[tuple[str, Mapping[str, LowRank], float]]) -> Iterator[tuple[str, str, float]]:
-    """The near-duplicates among adapters of the same modules: inner products of one with all before it at a time."""
-    # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩. Factors of lower rank are filled up with zeros.
+    """The near-duplicates among adapters of the same modules: inner products of one with all before it at a time.
+
+    Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩. Factors of lower rank are filled up with zeros.
+    """
     import torch
 
     count = len(group)

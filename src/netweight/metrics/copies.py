@@ -111,9 +111,10 @@ class TorchScriptDescriptor:
 
 
 def sscd(path: str | Path, sha256: str) -> TorchScriptDescriptor:
-    """Open SSCD as its authors published it for copy detection: `sscd_disc_mixup` in TorchScript."""
-    # Source: Pizzi et al. 2022, "A Self-Supervised Descriptor for Image Copy Detection"; 320 pixels as in their
-    # code.
+    """Open SSCD as its authors published it for copy detection: `sscd_disc_mixup` in TorchScript.
+
+    Source: Pizzi et al. 2022, "A Self-Supervised Descriptor for Image Copy Detection"; 320 pixels as in their code.
+    """
     return TorchScriptDescriptor(path, sha256, name="SSCD", side=320)
 
 
@@ -177,10 +178,13 @@ class Clip:
 
 
 def described(descriptor: Descriptor, images: Tensor) -> Tensor:
-    """Return vectors of length 1, a few images at a time."""
-    # images: Shape `(n, 3, height, width)`, within 0 and 1.
-    # Returns: float64, shape `(n, width)`; the zero vector where a descriptor finds nothing, as in an image of
-    # one color.
+    """Return vectors of length 1, a few images at a time.
+
+    `images`: shape `(n, 3, height, width)`, within 0 and 1.
+
+    Returns:
+        float64, shape `(n, width)`; the zero vector where a descriptor finds nothing, as in an image of one color.
+    """
     if images.ndim != 4 or not images.numel():
         raise UsageError(
             f"Images of shape {tuple(images.shape)} cannot be described.", cure="Give a batch (n, 3, height, width)."
@@ -307,10 +311,13 @@ class PromptCopies:
 
 
 def similarity(descriptor: Descriptor, images: Tensor, references: Tensor) -> Tensor:
-    """Return the similarity of every image to every reference."""
-    # images: Shape `(n, 3, height, width)`, within 0 and 1.
-    # references: Shape `(m, 3, height, width)`.
-    # Returns: float64, shape `(n, m)`, -1 to 1.
+    """Return the similarity of every image to every reference.
+
+    `images`: shape `(n, 3, height, width)`, within 0 and 1. `references`: shape `(m, 3, height, width)`.
+
+    Returns:
+        float64, shape `(n, m)`, -1 to 1.
+    """
     a, b = described(descriptor, images), described(descriptor, references)
     if a.shape[1] != b.shape[1]:
         raise UsageError(
@@ -324,9 +331,13 @@ def similarity(descriptor: Descriptor, images: Tensor, references: Tensor) -> Te
 def similarity_to_memorized(
     images: Tensor, memorized: Sequence[Memorized], *, descriptor: Descriptor | None = None
 ) -> Tensor:
-    """Return the similarity of every image to every memorized one: a row whose maximum is high is a copy of some."""
-    # images: Shape `(n, 3, height, width)`, within 0 and 1.
-    # Returns: float64, shape `(n, len(memorized))`, -1 to 1.
+    """Return the similarity of every image to every memorized one: a row whose maximum is high is a copy of some.
+
+    `images`: shape `(n, 3, height, width)`, within 0 and 1.
+
+    Returns:
+        float64, shape `(n, len(memorized))`, -1 to 1.
+    """
     if not memorized:
         raise UsageError("There is no memorized image to compare with.", cure="Give at least one.")
     columns = []
@@ -337,9 +348,12 @@ def similarity_to_memorized(
 
 
 def diversity(descriptor: Descriptor, images: Tensor) -> float:
-    """Return the median similarity of two images of one prompt; lower is more diverse."""
-    # Source: NeMo's D_SSCD as its code computes it.
-    # images: Shape `(n, 3, height, width)`, at least two, one per seed.
+    """Return the median similarity of two images of one prompt; lower is more diverse.
+
+    `images`: shape `(n, 3, height, width)`, at least two, one per seed.
+
+    Source: NeMo's D_SSCD as its code computes it.
+    """
     if len(images) < 2:
         raise UsageError("The diversity of one image is nothing.", cure="Give images of two seeds or more.")
     between = similarity(descriptor, images, images)
@@ -356,8 +370,10 @@ def copies_of_prompt(
     descriptor: Descriptor | None = None,
     unedited: Tensor | None = None,
 ) -> PromptCopies:
-    """Compare a prompt's images with its training image and with all others that the model is known to repeat."""
-    # images: What the model makes of the prompt, shape `(seeds, 3, height, width)`, within 0 and 1.
+    """Compare a prompt's images with its training image and with all others that the model is known to repeat.
+
+    `images`: what the model makes of the prompt, shape `(seeds, 3, height, width)`, within 0 and 1.
+    """
     if unedited is not None and len(unedited) != len(images):
         raise UsageError(
             f"There are {len(images)} images and {len(unedited)} of the unedited model.",
@@ -453,9 +469,14 @@ class RegionCopies:
 
 
 def foreground_by_color(image: Tensor) -> Tensor:
-    """Divide an image by how far pixels are from the mean color of its border, where both parts differ most (Otsu)."""
-    # image: Shape `(3, height, width)`, within 0 and 1, at least 3 pixels high and wide.
-    # Returns: Shape `(height, width)`, True in the foreground; False everywhere if the image has one color.
+    """Divide an image by how far pixels are from the mean color of its border, where both parts differ most (Otsu).
+
+    Args:
+        image: Shape `(3, height, width)`, within 0 and 1, at least 3 pixels high and wide.
+
+    Returns:
+        Shape `(height, width)`, True in the foreground; False everywhere if the image has one color.
+    """
     if image.ndim != 3 or image.shape[0] != 3 or min(image.shape[1:]) < 3:
         raise UsageError(
             f"An image of shape {tuple(image.shape)} has no foreground.", cure="Give (3, height, width), from 3 pixels."
@@ -477,10 +498,12 @@ def foreground_by_color(image: Tensor) -> Tensor:
 
 
 def region_copies(own: Memorized, images: Tensor, *, foreground: Tensor | None = None) -> RegionCopies:
-    """Compare a prompt's images with its training image, region by region."""
-    # images: What the model makes of the prompt, shape `(n, 3, height, width)`, of the training image's size.
-    # foreground: Shape `(height, width)`, True in the foreground, such as from a segmentation network; None
-    # divides by color.
+    """Compare a prompt's images with its training image, region by region.
+
+    `images`: what the model makes of the prompt, shape `(n, 3, height, width)`, of the training image's size.
+    `foreground`: shape `(height, width)`, True in the foreground, such as from a segmentation network; None divides by
+    color.
+    """
     mask = foreground_by_color(own.image) if foreground is None else foreground.bool()
     if mask.shape != own.image.shape[1:]:
         raise UsageError(

@@ -33,19 +33,28 @@ _WINDOW, _SIGMA = 11, 1.5
 
 
 def psnr(images: Tensor, references: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio of each image."""
-    # images: Shape `(n, c, h, w)`, within 0 and 1.
-    # Returns: Decibels, float64 of shape `(n,)`; infinite where the images are equal.
+    """Return the peak signal-to-noise ratio of each image.
+
+    `images`: shape `(n, c, h, w)`, within 0 and 1.
+
+    Returns:
+        Decibels, float64 of shape `(n,)`; infinite where the images are equal.
+    """
     images, references = checked_pair(images, references)
     return -10 * (images - references).square().flatten(1).mean(1).log10()
 
 
 def ssim(images: Tensor, references: Tensor) -> Tensor:
-    """Return the structural similarity of each image."""
-    # Source: Wang et al. 2004, with the constants 0.01 and 0.03 of the paper.
-    # images: Shape `(n, c, h, w)`, within 0 and 1; at least 11 pixels high and wide.
-    # Returns: float64 of shape `(n,)`, -1 to 1; 1 where the images are equal. Colors are compared channel by
-    # channel and averaged.
+    """Return the structural similarity of each image.
+
+    `images`: shape `(n, c, h, w)`, within 0 and 1; at least 11 pixels high and wide.
+
+    Returns:
+        float64 of shape `(n,)`, -1 to 1; 1 where the images are equal. Colors are compared channel by channel and
+        averaged.
+
+    Source: Wang et al. 2004, with the constants 0.01 and 0.03 of the paper.
+    """
     import torch
     import torch.nn.functional as F
 
@@ -71,10 +80,15 @@ def ssim(images: Tensor, references: Tensor) -> Tensor:
 
 
 def match_images(reconstructed: Tensor, references: Tensor) -> Tensor:
-    """Find which reconstruction belongs to which reference: the assignment with the greatest sum of PSNR."""
-    # A batch has no order for an attacker, so its images are to be matched before they are compared.
-    # reconstructed: Shape `(n, c, h, w)`, within 0 and 1.
-    # Returns: int64 of shape `(n,)`: `reconstructed[permutation]` lies beside `references`.
+    """Find which reconstruction belongs to which reference: the assignment with the greatest sum of PSNR.
+
+    A batch has no order for an attacker, so its images are to be matched before they are compared.
+
+    `reconstructed`: shape `(n, c, h, w)`, within 0 and 1.
+
+    Returns:
+        int64 of shape `(n,)`: `reconstructed[permutation]` lies beside `references`.
+    """
     import torch
 
     images, originals = checked_pair(reconstructed, references)
@@ -135,8 +149,10 @@ def _interval(values: list[float], seed: int) -> tuple[float, float] | None:
 
 
 def checked_pair(images: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
-    """Check two batches of images and return them in double precision, cut off at 0 and 1."""
-    # images: Shape `(n, c, h, w)`.
+    """Check two batches of images and return them in double precision, cut off at 0 and 1.
+
+    `images`: shape `(n, c, h, w)`.
+    """
     if images.ndim != 4 or images.shape != references.shape or math.prod(images.shape) == 0:
         raise UsageError(
             f"Images of shape {tuple(images.shape)} cannot be compared with those of {tuple(references.shape)}.",
@@ -179,15 +195,19 @@ _VGG: tuple[_Stage, ...] = tuple(
 def lpips(
     images: Tensor, references: Tensor, *, backbone: str | os.PathLike[str] | Features, heads: Path | None = None
 ) -> Tensor:
-    """Return the perceptual distance of each image, LPIPS version 0.1."""
-    # Source: Zhang et al. 2018, "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric",
-    # equation 1.
-    # images: Shape `(n, c, h, w)`, c 1 or 3, within 0 and 1. Images with a side below 64 pixels are enlarged
-    # bilinearly to 64; gray ones are repeated in three channels.
-    # backbone: a file with the convolutions of torchvision's AlexNet or VGG-16 (`features.0.weight` and so on; .pth is
-    # read without running code), or a function to feature maps. heads: `alex.lin0.model.1.weight` and so on; by default
-    # `weights/lpips_v01_heads.safetensors` in the folder that NETWEIGHT_DATA names.
-    # Returns: shape `(n,)`; 0 where the images are equal, larger for less alike.
+    """Return the perceptual distance of each image, LPIPS version 0.1.
+
+    `images`: shape `(n, c, h, w)`, c 1 or 3, within 0 and 1. Images with a side below 64 pixels are enlarged bilinearly
+    to 64; gray ones are repeated in three channels. `backbone`: a file with the convolutions of torchvision's AlexNet
+    or VGG-16 (`features.0.weight` and so on; .pth is read without running code), or a function to feature maps.
+    `heads`: `alex.lin0.model.1.weight` and so on; by default `weights/lpips_v01_heads.safetensors` in the folder that
+    NETWEIGHT_DATA names.
+
+    Returns:
+        Shape `(n,)`; 0 where the images are equal, larger for less alike.
+
+    Source: Zhang et al. 2018, "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", equation 1.
+    """
     import torch
 
     features = backbone if callable(backbone) else _network(_weights(Path(backbone)), str(backbone))
@@ -294,10 +314,14 @@ _NORMAL_95 = 1.959963984540054
 
 
 def frechet_distance(features: Tensor, references: Tensor) -> float:
-    """Return the squared Fréchet distance of two normal distributions fitted to features."""
-    # Source: Heusel et al. 2017, equation 6; covariances are unbiased, as in the published code.
-    # features: Shape `(n, width)`, n at least 2.
-    # references: Shape `(m, width)`, m at least 2.
+    """Return the squared Fréchet distance of two normal distributions fitted to features.
+
+    Args:
+        features: Shape `(n, width)`, n at least 2.
+        references: Shape `(m, width)`, m at least 2.
+
+    Source: Heusel et al. 2017, equation 6; covariances are unbiased, as in the published code.
+    """
     a, b = _pair(features, references)
     shift = a.mean(0) - b.mean(0)
     one, other = np.atleast_2d(np.cov(a, rowvar=False)), np.atleast_2d(np.cov(b, rowvar=False))
@@ -309,12 +333,18 @@ def frechet_distance(features: Tensor, references: Tensor) -> float:
 
 
 def kernel_distance(features: Tensor, references: Tensor) -> Interval:
-    """Return the squared maximum mean discrepancy of features under the cubic kernel, without bias."""
-    # Source: Binkowski et al. 2018, section 4 and appendix: KID is this on Inception's features.
-    # features: Shape `(n, width)`, n at least 3.
-    # references: Shape `(m, width)`, m at least 3.
-    # Returns: The estimate on all images, which may be below 0, with a normal interval by the jackknife over
-    # images of both sets. No subsets are drawn, so no seed is needed.
+    """Return the squared maximum mean discrepancy of features under the cubic kernel, without bias.
+
+    Args:
+        features: Shape `(n, width)`, n at least 3.
+        references: Shape `(m, width)`, m at least 3.
+
+    Returns:
+        The estimate on all images, which may be below 0, with a normal interval by the jackknife over images of both
+        sets. No subsets are drawn, so no seed is needed.
+
+    Source: Binkowski et al. 2018, section 4 and appendix: KID is this on Inception's features.
+    """
     a, b = _pair(features, references, least=3)
     n, m = len(a), len(b)
     within_a, within_b, between = _kernel(a, a), _kernel(b, b), _kernel(a, b)
@@ -354,8 +384,10 @@ def _pair(features: Tensor, references: Tensor, least: int = 2) -> tuple[NDArray
 
 
 def write_png(path: Path, image: Tensor) -> None:
-    """Write an image as an 8-bit PNG file, in place of one that may be there."""
-    # image: Shape `(c, h, w)`, c 1 (gray) or 3 (color), within 0 and 1; values outside are cut off, NaN is black.
+    """Write an image as an 8-bit PNG file, in place of one that may be there.
+
+    `image`: shape `(c, h, w)`, c 1 (gray) or 3 (color), within 0 and 1; values outside are cut off, NaN is black.
+    """
     import torch
 
     if image.ndim != 3 or image.shape[0] not in (1, 3) or not image.numel():
@@ -366,9 +398,13 @@ def write_png(path: Path, image: Tensor) -> None:
 
 
 def png_bytes(pixels: NDArray[np.uint8]) -> bytes:
-    """Return an image as the bytes of a PNG file: of the filters tried, the one that makes it smallest."""
-    # Source: PNG, third edition (W3C 2025), sections 9 (filters) and 11 (chunks).
-    # pixels: Shape `(h, w, 1)` (gray) or `(h, w, 3)` (color).
+    """Return an image as the bytes of a PNG file: of the filters tried, the one that makes it smallest.
+
+    Args:
+        pixels: Shape `(h, w, 1)` (gray) or `(h, w, 3)` (color).
+
+    Source: PNG, third edition (W3C 2025), sections 9 (filters) and 11 (chunks).
+    """
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size or pixels.dtype != np.uint8:
         raise UsageError(
             f"A PNG cannot hold pixels of shape {pixels.shape} and type {pixels.dtype}.",

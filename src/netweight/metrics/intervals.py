@@ -61,11 +61,16 @@ def bootstrap(
     resamples: int = 9999,
     method: Method = "auto",
 ) -> Interval:
-    """Return a statistic of independent samples with its bootstrap interval."""
-    # Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 13 and 14. "auto" takes BCa for
-    # means and percentile otherwise: the jackknife inside BCa has no variance for a median of tied values.
-    # samples: One value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
-    # Returns: The interval; of width 0 when all samples are equal.
+    """Return a statistic of independent samples with its bootstrap interval.
+
+    `samples`: one value per independent repetition, shape `(n,)`, n ≥ 5, all finite.
+
+    Returns:
+        The interval; of width 0 when all samples are equal.
+
+    Source: Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapters 13 and 14. "auto" takes BCa for means
+    and percentile otherwise: the jackknife inside BCa has no variance for a median of tied values.
+    """
     values = _finite_samples(samples, "bootstrap", MINIMUM_FOR_BOOTSTRAP)
     statistics: dict[Any, Callable[..., Any]] = {"mean": np.mean, "median": np.median}
     function = statistic if callable(statistic) else statistics.get(statistic)
@@ -87,9 +92,14 @@ def bootstrap(
 
 
 def t_interval(samples: Sequence[float] | NDArray[np.floating[Any]]) -> Interval:
-    """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds."""
-    # samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
-    # Returns: The interval; wide when n is small, as it should be.
+    """Return the mean of a few samples with Student's interval: the right choice for 2 to 4 seeds.
+
+    Args:
+        samples: One value per independent repetition, shape `(n,)`, n ≥ 2, all finite, roughly normal.
+
+    Returns:
+        The interval; wide when n is small, as it should be.
+    """
     values = _finite_samples(samples, "t_interval", 2)
     mean = float(values.mean())
     half = float(scipy_stats().t.ppf(0.975, len(values) - 1)) * float(values.std(ddof=1))
@@ -115,8 +125,11 @@ def ends_if_enough(samples: Sequence[float], statistic: Statistic = "mean", *, s
 
 
 def proportion(successes: int, n: int) -> Interval:
-    """Return a share of trials with Wilson's interval, which is sound at 0 and at n too."""
-    # Returns: The interval, within 0 and 1.
+    """Return a share of trials with Wilson's interval, which is sound at 0 and at n too.
+
+    Returns:
+        The interval, within 0 and 1.
+    """
     if not 0 <= successes <= n or n < 1:
         raise UsageError(
             f"{successes} successes in {n} trials is not a proportion.", cure="Give 0 ≤ successes ≤ n and n ≥ 1."
@@ -132,9 +145,13 @@ def paired_ratio(
     seed: int,
     resamples: int = 9999,
 ) -> Interval:
-    """Return the median ratio of paired measurements with its bootstrap interval."""
-    # Pairs are resampled, not values: measurements taken side by side share the state of the machine, and their ratio
-    # does not depend on it. Both have shape `(n,)`, n ≥ 5, above 0; entry i of both is from the same round.
+    """Return the median ratio of paired measurements with its bootstrap interval.
+
+    Pairs are resampled, not.
+
+    `values`: measurements taken side by side share the state of the machine, and their ratio does not depend on it.
+    Both have shape `(n,)`, n ≥ 5, above 0; entry i of both is from the same round.
+    """
     top = _finite_samples(values, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
     bottom = _finite_samples(baseline, "paired_ratio", MINIMUM_FOR_BOOTSTRAP)
     if len(top) != len(bottom):
@@ -182,9 +199,13 @@ _NORMAL_95 = 1.959963984540054
 
 
 def area_under_roc(folds: Sequence[tuple[NDArray[np.float64], NDArray[np.bool_]]]) -> Interval:
-    """Return the chance that a positive example scores above a negative one of the same fold, ties counting half."""
-    # Source: DeLong et al. 1988, for one curve; folds are weighted by their number of pairs.
-    # folds: Scores and which are positive, shape `(n,)` each. Folds of one class are passed over.
+    """Return the chance that a positive example scores above a negative one of the same fold, ties counting half.
+
+    Args:
+        folds: Scores and which are positive, shape `(n,)` each. Folds of one class are passed over.
+
+    Source: DeLong et al. 1988, for one curve; folds are weighted by their number of pairs.
+    """
     area = variance = pairs = 0.0
     count = 0
     for scores, positive in folds:
@@ -207,11 +228,15 @@ def area_under_roc(folds: Sequence[tuple[NDArray[np.float64], NDArray[np.bool_]]
 def explained_variance(
     predicted: NDArray[np.float64], truth: NDArray[np.float64], baseline: NDArray[np.float64]
 ) -> Interval:
-    """Return R² = 1 − Σ (y − ŷ)² / Σ (y − ȳ)² of held-out examples; below 0 the mean alone predicts better."""
-    # Source: the interval is that of a ratio of means, by linearization.
-    # predicted: Shape `(n,)`, n at least 2.
-    # truth: Shape `(n,)`.
-    # baseline: Shape `(n,)`: the mean that was known to the fit that each prediction comes from.
+    """Return R² = 1 − Σ (y − ŷ)² / Σ (y − ȳ)² of held-out examples; below 0 the mean alone predicts better.
+
+    Args:
+        predicted: Shape `(n,)`, n at least 2.
+        truth: Shape `(n,)`.
+        baseline: Shape `(n,)`: the mean that was known to the fit that each prediction comes from.
+
+    Source: The interval is that of a ratio of means, by linearization.
+    """
     errors, spread = (truth - predicted) ** 2, (truth - baseline) ** 2
     if len(truth) < 2 or not spread.mean() > 0:
         raise UsageError(f"R² of {len(truth)} examples that do not vary has no meaning.", cure="Give more examples.")

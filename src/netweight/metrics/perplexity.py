@@ -41,9 +41,13 @@ class Losses:
 
 
 def cut_windows(ids: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
-    """Cut a text into windows that do not overlap; an incomplete last one is dropped."""
-    # ids: Tokens of the whole text, shape `(tokens,)`.
-    # Returns: int64, shape `(windows, size)`.
+    """Cut a text into windows that do not overlap; an incomplete last one is dropped.
+
+    `ids`: tokens of the whole text, shape `(tokens,)`.
+
+    Returns:
+        int64, shape `(windows, size)`.
+    """
     import torch
 
     tokens = torch.as_tensor(ids, dtype=torch.int64)
@@ -58,9 +62,12 @@ def cut_windows(ids: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
 def causal_losses(
     model: nn.Module, windows: torch.Tensor, *, batch: int, progress: Progress = QUIET, description: str = "perplexity"
 ) -> Losses:
-    """Score windows by a decoder: every token but a window's first, given those before it in the window."""
-    # Under bf16 autocast and without a key-value cache, as the paper's authors measure.
-    # windows: int64, shape `(windows, size)`.
+    """Score windows by a decoder: every token but a window's first, given those before it in the window.
+
+    Under bf16 autocast and without a key-value cache, as the paper's authors measure.
+
+    `windows`: int64, shape `(windows, size)`.
+    """
     import torch
 
     nats: list[float] = []
@@ -80,8 +87,10 @@ def encoder_decoder_losses(
     progress: Progress = QUIET,
     description: str = "perplexity",
 ) -> Losses:
-    """Score target sequences by an encoder-decoder, given their sources, under bf16 autocast and without a cache."""
-    # batches: Keyword arguments of the model, with `labels` of shape `(examples, tokens)` padded by `IGNORED`.
+    """Score target sequences by an encoder-decoder, given their sources, under bf16 autocast and without a cache.
+
+    `batches`: keyword arguments of the model, with `labels` of shape `(examples, tokens)` padded by `IGNORED`.
+    """
     import torch
 
     nats: list[float] = []
@@ -98,9 +107,11 @@ def encoder_decoder_losses(
 
 
 def perplexity(losses: Losses, *, tokens_per_word: float = 1.0, seed: int) -> Interval:
-    """Return perplexity with its interval, from a bootstrap over pieces; infinite where a loss is not finite."""
-    # tokens_per_word: tokens of the whole text over its words. Perplexity per word compares models of different
-    # tokenizers; 1 gives perplexity per token.
+    """Return perplexity with its interval, from a bootstrap over pieces; infinite where a loss is not finite.
+
+    `tokens_per_word`: tokens of the whole text over its words. Perplexity per word compares models of different
+    tokenizers; 1 gives perplexity per token.
+    """
     return _exponential(_interval(losses.nats, losses.tokens, seed), tokens_per_word)
 
 

@@ -117,12 +117,15 @@ class Survival:
 
 
 def kaplan_meier(times: Times) -> Survival:
-    """Estimate the share without the event over time."""
-    # Greenwood's variance, on the scale of log(-log), where intervals stay within 0 and 1. Where the share
-    # is 0 it has no value, and the upper end is the exact binomial one for none left of all whose event was seen.
-    # The interval does not know of clusters.
-    # Source: Kaplan and Meier 1958; Kalbfleisch and Prentice, The Statistical Analysis of Failure Time Data,
-    # section 1.4; Brookmeyer and Crowley 1982 for the median.
+    """Estimate the share without the event over time.
+
+    Greenwood's variance, on the scale of log(-log), where intervals stay within 0 and 1. Where the share is 0 it has no
+    value, and the upper end is the exact binomial one for none left of all whose event was seen. The interval does not
+    know of clusters.
+
+    Source: Kaplan and Meier 1958; Kalbfleisch and Prentice, The Statistical Analysis of Failure Time Data, section 1.4;
+    Brookmeyer and Crowley 1982 for the median.
+    """
     values, observed = times.arrays()
     stats = scipy_stats()
     when = np.unique(values[observed])
@@ -173,8 +176,10 @@ class LogRank:
 
 
 def log_rank(strata: Sequence[tuple[Times, Times]]) -> LogRank:
-    """Compare two groups within strata, such as each attack setting: only like is compared with like."""
-    # Source: Mantel 1966; Peto and Peto 1972. scipy's logrank gives the same numbers for one stratum, and has no more.
+    """Compare two groups within strata, such as each attack setting: only like is compared with like.
+
+    Source: Mantel 1966; Peto and Peto 1972. scipy's logrank gives the same numbers for one stratum, and has no more.
+    """
     if not strata:
         raise UsageError("A log-rank test needs at least one pair of groups.")
     difference = variance = 0.0
@@ -199,10 +204,14 @@ _AT_ONCE = 1 << 22
 
 
 def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Draw bootstrap resamples: how often each repetition occurs, in the order of `times.arrays()`."""
-    # Clusters are drawn first and then the repetitions within them, so that an interval is as wide as few defense
-    # seeds make it, however many attacks each of them met.
-    # Returns: Shape `(resamples, n)`; every row adds up to at least 1.
+    """Draw bootstrap resamples: how often each repetition occurs, in the order of `times.arrays()`.
+
+    Clusters are drawn first and then the repetitions within them, so that an interval is as wide as few defense seeds
+    make it, however many attacks each of them met.
+
+    Returns:
+        Shape `(resamples, n)`; every row adds up to at least 1.
+    """
     names = times.clusters or (0,) * times.n
     values, observed = np.asarray(times.values, np.float64), np.asarray(times.observed, np.bool_)
     order = np.lexsort((~observed, values))
@@ -216,8 +225,11 @@ def resampled_weights(times: Times, *, resamples: int, rng: np.random.Generator)
 
 
 def in_parts(times: Times, *, resamples: int, rng: np.random.Generator) -> Iterator[NDArray[np.float64]]:
-    """Draw bootstrap resamples as `resampled_weights` does, in parts where all together would fill the memory."""
-    # Returns: Weights, shape `(part, n)`.
+    """Draw bootstrap resamples as `resampled_weights` does, in parts where all together would fill the memory.
+
+    Returns:
+        Weights, shape `(part, n)`.
+    """
     most = max(1, _AT_ONCE // times.n)
     for start in range(0, resamples, most):
         yield resampled_weights(times, resamples=min(most, resamples - start), rng=rng)
@@ -232,10 +244,14 @@ def _shares(times: Times, weights: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def median_times(times: Times, weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the medians of resamples, each as the least and the most that it can be."""
-    # weights: As `resampled_weights` returns them. Shape `(resamples, n)`.
-    # Returns: Least and most, shape `(resamples,)` each. They are equal where the median was reached; where it
-    # was not, it is at least the resample's longest time, and has no upper bound.
+    """Return the medians of resamples, each as the least and the most that it can be.
+
+    `weights`: as `resampled_weights` returns them. Shape `(resamples, n)`.
+
+    Returns:
+        Least and most, shape `(resamples,)` each. They are equal where the median was reached; where it was not, it is
+        at least the resample's longest time, and has no upper bound.
+    """
     values, _ = times.arrays()
     below = _shares(times, weights) <= HALF
     reached = below.any(axis=1)
@@ -265,11 +281,14 @@ class TimesRatio:
 
 
 def ratio_of_times(top: Times, bottom: Times, *, seed: int, resamples: int = 4999) -> TimesRatio:
-    """Return how many times as long one group takes as another, by medians, with a bootstrap interval."""
-    # In every resample a median that was not reached is known to lie between the longest time and infinity; the
-    # interval goes from the quantile of the least ratios to that of the greatest, so that censoring widens it and
-    # never narrows it. Groups are resampled each on its own, by clusters where there are any.
-    # Source: Efron 1981, Censored Data and the Bootstrap.
+    """Return how many times as long one group takes as another, by medians, with a bootstrap interval.
+
+    In every resample a median that was not reached is known to lie between the longest time and infinity; the interval
+    goes from the quantile of the least ratios to that of the greatest, so that censoring widens it and never narrows
+    it. Groups are resampled each on its own, by clusters where there are any.
+
+    Source: Efron 1981, Censored Data and the Bootstrap.
+    """
     for name, group in (("top", top), ("bottom", bottom)):
         if group.n < MINIMUM_FOR_BOOTSTRAP:
             raise UsageError(
@@ -299,8 +318,10 @@ def divide(top: NDArray[np.float64], bottom: NDArray[np.float64]) -> NDArray[np.
 def summarize_ratio(
     lows: NDArray[np.float64], highs: NDArray[np.float64], *, n: tuple[int, int], of: str
 ) -> TimesRatio:
-    """Make a ratio of its least and greatest value in the sample itself (first) and in resamples (the others)."""
-    # lows: Least values, shape `(1 + resamples,)`.
+    """Make a ratio of its least and greatest value in the sample itself (first) and in resamples (the others).
+
+    `lows`: least values, shape `(1 + resamples,)`.
+    """
     least, most = float(lows[0]), float(highs[0])
     bound: Literal["", "at least", "at most", "unknown"] = ""
     estimate = least

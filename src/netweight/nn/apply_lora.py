@@ -27,13 +27,16 @@ Changes = AdapterStack | Adapter | Mapping[str, Tensor]
 
 @contextmanager
 def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *, component: str = "") -> Iterator[None]:
-    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x."""
-    # Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
-    # block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
-    # device.
-    # `groups`: which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64; may be
-    # left out where there is only one; a model that is run on several copies of the batch behind each other, as for
-    # guidance, runs each with the same groups
+    """Add changes to what linear layers of a model put out: W x becomes W x + ΔW x.
+
+    Factors and dense changes are used as they are at each run of the model, so that they may be trained inside the
+    block, and gradients flow to them. What is added is worked out in the wider dtype of the two and on the inputs'
+    device.
+
+    `groups`: which adapter, or which of the b dense changes, each sample runs with: shape `(batch,)`, int64; may be
+    left out where there is only one; a model that is run on several copies of the batch behind each other, as for
+    guidance, runs each with the same groups.
+    """
     parts = _parts(changes)
     counts = {count for part in parts.values() if (count := part.count) is not None}
     order = _order(groups, counts)
@@ -44,8 +47,10 @@ def applied(model: nn.Module, changes: Changes, groups: Tensor | None = None, *,
 
 @torch.no_grad()
 def merge_(model: nn.Module, changes: Adapter | Mapping[str, Tensor], *, component: str = "") -> None:
-    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights."""
-    # `changes`: the change: an adapter, or tensors of shape `(rows, columns)` by module
+    """Add one adapter, or dense changes of shape `(rows, columns)`, to a model's weights.
+
+    `changes`: the change: an adapter, or tensors of shape `(rows, columns)` by module.
+    """
     parts = _parts(changes)
     if any(part.count is not None for part in parts.values()):
         raise UsageError("Several changes of one layer cannot be merged.", cure="Merge one of them.")

@@ -41,8 +41,11 @@ class ParameterLayout:
         return sum(self.sizes)
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the named tensors as views of a vector."""
-        # `vector`: shape `(..., size)`; leading dimensions are kept
+        """Return the named tensors as views of a vector.
+
+        Args:
+            vector: Shape `(..., size)`; leading dimensions are kept.
+        """
         if vector.shape[-1] != self.size:
             raise UsageError(f"A vector of {vector.shape[-1]} values was given; the layout has {self.size}.")
         parts = torch.split(vector, self.sizes, dim=-1)

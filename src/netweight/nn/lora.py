@@ -67,8 +67,10 @@ class LowRank:
         return self.scale * (self.up @ self.down)
 
     def inner(self, other: LowRank) -> float:
-        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone."""
-        # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
+        """Return ⟨ΔW, ΔW'⟩, the sum over the products of their entries, in fp64 and from the factors alone.
+
+        Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩.
+        """
         if self.shape != other.shape:
             raise UsageError(f"Changes of shapes {self.shape} and {other.shape} have no inner product.")
         ups = self.up.double().T @ other.up.double()
@@ -76,11 +78,17 @@ class LowRank:
         return self.scale * other.scale * float((ups * downs).sum())
 
     def truncated(self, rank: int, energy: float = 1.0) -> tuple[LowRank, float]:
-        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out."""
-        # Source: QR of both factors, then a singular value decomposition of rank × rank.
-        # `rank`: at least 1; where the change has a lower rank, it is kept whole at that rank (at least 1)
-        # `energy`: the lowest rank that keeps this share of the change's square, if it is below `rank`
-        # Returns: Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
+        """Return the nearest change of at most a rank, in canonical factors, and the square of what is left out.
+
+        Args:
+            rank: At least 1; where the change has a lower rank, it is kept whole at that rank (at least 1).
+            energy: The lowest rank that keeps this share of the change's square, if it is below `rank`.
+
+        Returns:
+            Factors with √σ on each side and scale 1, in the dtype of these; and the sum of the squares left out.
+
+        Source: QR of both factors, then a singular value decomposition of rank × rank.
+        """
         if rank < 1:
             raise UsageError(f"An adapter cannot have rank {rank}.", cure="Ask for 1 or more.")
         if self.rank == min(self.shape) and self.rank >= _WHOLE and (4 * rank <= self.rank or energy < 1):
@@ -184,9 +192,12 @@ def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None, energy: f
 
 
 def combined(adapters: Sequence[Adapter], weights: Sequence[float] | None = None) -> Adapter:
-    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side."""
-    # `adapters`: at least one; a module that some of them lack takes no change from these
-    # `weights`: one per adapter; 1 by default
+    """Return the adapter whose change is the weighted sum of others' changes, exactly: factors are put side by side.
+
+    Args:
+        adapters: At least one; a module that some of them lack takes no change from these.
+        weights: One per adapter; 1 by default.
+    """
     chosen = [1.0] * len(adapters) if weights is None else list(weights)
     if not adapters or len(chosen) != len(adapters):
         raise UsageError(f"{len(adapters)} adapters cannot be summed with {len(chosen)} weights.")
@@ -226,8 +237,11 @@ class AdapterStack:
 
     @classmethod
     def of(cls, adapters: Sequence[Adapter]) -> AdapterStack:
-        """Stack adapters of the same modules and shapes."""
-        # `adapters`: at least one; ranks may differ
+        """Stack adapters of the same modules and shapes.
+
+        Args:
+            adapters: At least one; ranks may differ.
+        """
         if not adapters:
             raise UsageError("A stack needs at least one adapter.")
         shapes = {name: change.shape for name, change in adapters[0].factors.items()}
@@ -264,8 +278,11 @@ class AdapterStack:
         return AdapterStack(*({name: part[name] for name in self.modules if name in names} for part in parts))
 
     def adapter(self, number: int) -> Adapter:
-        """Return one adapter at its own ranks; views of the stack."""
-        # `number`: from 0
+        """Return one adapter at its own ranks; views of the stack.
+
+        Args:
+            number: From 0.
+        """
         changes = {}
         for name in self.modules:
             rank = int(self.ranks[name][number])

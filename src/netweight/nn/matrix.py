@@ -28,8 +28,11 @@ class MatrixRows(Protocol):
         ...
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite."""
-        # Returns: Shape `(stop - start, d)`.
+        """Rows from `start` up to `stop`, fp32, in memory that the caller may overwrite.
+
+        Returns:
+            Shape `(stop - start, d)`.
+        """
         ...
 
 
@@ -114,13 +117,19 @@ class Moments:
 
     @classmethod
     def begin(cls, pilot: Tensor) -> Moments:
-        """Start with nothing."""
-        # `pilot`: a row near the mean, shape `(d,)`, which is taken off before squares are added up
+        """Start with nothing.
+
+        Args:
+            pilot: A row near the mean, shape `(d,)`, which is taken off before squares are added up.
+        """
         return cls(pilot, torch.zeros(len(pilot), dtype=torch.float64), torch.zeros(len(pilot), dtype=torch.float64))
 
     def take(self, rows: Tensor) -> None:
-        """Add rows, shape `(m, d)`, fp32, which are overwritten."""
-        # `rows`: shape `(m, d)`, fp32
+        """Add rows, shape `(m, d)`, fp32, which are overwritten.
+
+        Args:
+            rows: Shape `(m, d)`, fp32.
+        """
         rows -= self.pilot
         for start in range(0, len(rows), 64):  # a few at a time, for their copies in fp64
             wide = rows[start : start + 64].double()
@@ -142,8 +151,10 @@ class Moments:
 
 
 def check_finite(rows: Tensor, first: int, column: int = 0) -> None:
-    """Refuse NaN and infinity."""
-    # `rows`: shape `(m, d)`
+    """Refuse NaN and infinity.
+
+    `rows`: shape `(m, d)`.
+    """
     if torch.isfinite(rows.sum()):  # one pass, and no mask, where all is well
         return
     bad = (~torch.isfinite(rows)).nonzero()

@@ -45,12 +45,16 @@ class DualFit:
 
 
 def fit_gram(gram: Tensor, components: int | None = None, *, precision: float) -> DualFit:
-    """Find the principal components of points from their inner products."""
-    # Source: with H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
-    # `gram`: shape `(n, n)`, fp64, symmetric; of the points as they are or with any constant taken off. Overwritten.
-    # `components`: how many; None for as many as the data have, at most 1,000
-    # `precision`: relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
-    # made in fp32: variances that rounding alone could make are not taken for components
+    """Find the principal components of points from their inner products.
+
+    Args:
+        gram: Shape `(n, n)`, fp64, symmetric; of the points as they are or with any constant taken off. Overwritten.
+        components: Number; None for as many as the data have, at most 1,000.
+        precision: Relative rounding error of the entries, such as `torch.finfo(torch.float32).eps` where products were
+            made in fp32: variances that rounding alone could make are not taken for components.
+
+    Source: With H = I − 11ᵀ/n and HGH = U Λ Uᵀ, weights are H U Λ^(−1/2) and scores U Λ^(1/2).
+    """
     count = len(gram)
     if count < 2:
         raise UsageError(f"{count} point has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
@@ -116,9 +120,13 @@ class Halves:
 
 
 def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> Halves | None:
-    """Fit two random halves."""
-    # `gram`: shape `(n, n)`, fp64: inner products, which stay as they are
-    # Returns: None where there are fewer than 8 points, or all points of a half are the same.
+    """Fit two random halves.
+
+    `gram`: shape `(n, n)`, fp64: inner products, which stay as they are.
+
+    Returns:
+        None where there are fewer than 8 points, or all points of a half are the same.
+    """
     count = len(gram)
     if count < 8:
         return None
@@ -208,8 +216,11 @@ class BasisFit:
 
 
 def orthonormality(components: Tensor) -> float:
-    """Return how far components are from orthonormal: the greatest magnitude in C Cᵀ − I."""
-    # `components`: shape `(k, d)`, fp32
+    """Return how far components are from orthonormal: the greatest magnitude in C Cᵀ − I.
+
+    Args:
+        components: Shape `(k, d)`, fp32.
+    """
     count, length = components.shape
     products = torch.zeros(count, count, dtype=torch.float64)
     step = max(1, (1 << 24) // count)

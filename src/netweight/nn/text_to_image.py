@@ -30,17 +30,24 @@ class Batches:
         self.calls = 0  # calls that computed them; one that memory had no room for does not count
 
     def run(self, function: Callable[[slice], Tensor], count: int) -> Tensor:
-        """Compute rows 0 to `count` and join them."""
-        # `function`: takes a slice of rows and returns their results, shape `(rows of the slice, …)`
-        # `count`: at least 1
-        # Returns: Shape `(count, …)`.
+        """Compute rows 0 to `count` and join them.
+
+        Args:
+            function: Takes a slice of rows and returns their results, shape `(rows of the slice, …)`.
+            count: At least 1.
+
+        Returns:
+            Shape `(count, …)`.
+        """
         results: list[Tensor] = []
         self.work(lambda rows: results.append(function(rows)), count)
         return torch.cat(results)
 
     def work(self, function: Callable[[slice], None], count: int) -> None:
-        """Do something with rows 0 to `count`."""
-        # `function`: takes a slice of rows; where memory runs out it must have changed nothing
+        """Do something with rows 0 to `count`.
+
+        `function`: takes a slice of rows; where memory runs out it must have changed nothing.
+        """
         start = 0
         while start < count:
             part = slice(start, min(start + self.rows, count))
@@ -78,8 +85,11 @@ class Costs:
         self._add({name: value - self._since[name] for name, value in clock().items()})
 
     def resume(self, cost: Mapping[str, float]) -> None:
-        """Go on, and count what this work's share of the pause did cost."""
-        # `cost`: seconds or counts, by what they are of
+        """Go on, and count what this work's share of the pause did cost.
+
+        Args:
+            cost: Seconds or counts, by what they are of.
+        """
         self._add(cost)
         self._since = clock()
 
@@ -119,8 +129,11 @@ class Text:
         return len(self.states)
 
     def rows(self, indices: Sequence[int] | Tensor) -> Text:
-        """Return some of the prompts, in this order; one may come several times."""
-        # `indices`: numbers from 0; a tensor has shape `(m,)`, int64
+        """Return some of the prompts, in this order; one may come several times.
+
+        Args:
+            indices: Numbers from 0; a tensor has shape `(m,)`, int64.
+        """
         chosen = list(indices) if not isinstance(indices, Tensor) else indices
         mask, pooled = (None if part is None else part[chosen] for part in (self.mask, self.pooled))
         return Text(self.states[chosen], mask, pooled)
@@ -173,23 +186,33 @@ class TextToImage(Protocol):
         """Return the timesteps of a schedule of `steps` steps, the noisiest first, shape `(steps,)`."""
 
     def predict(self, latents: Tensor, timestep: Tensor, text: Text) -> Prediction:
-        """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on."""
-        # `latents`: noisy, shape `(n, channels, height, width)`
-        # `timestep`: a scalar, or shape `(n,)`
-        # Returns: The prediction, shape `(n, channels, height, width)`.
+        """Run the denoiser once, without guidance; gradients flow to latents, text and weights where they are on.
+
+        `latents`: noisy, shape `(n, channels, height, width)`. `timestep`: a scalar, or shape `(n,)`.
+
+        Returns:
+            The prediction, shape `(n, channels, height, width)`.
+        """
 
     def to_latents(self, images: Tensor) -> Tensor:
-        """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1."""
-        # `images`: shape `(n, 3, height, width)`, on any device
+        """Return clean latents of images, shape `(n, 3, height, width)`, within 0 and 1.
+
+        Args:
+            images: Shape `(n, 3, height, width)`, on any device.
+        """
 
     def add_noise(self, latents: Tensor, noise: Tensor, timestep: Tensor) -> Tensor:
-        """Return clean latents at the noise level of a timestep, a scalar or shape `(n,)`."""
-        # `latents`: clean, shape `(n, channels, height, width)`
-        # `timestep`: a scalar or shape `(n,)`, from 0 to the schedule's last
+        """Return clean latents at the noise level of a timestep, a scalar or shape `(n,)`.
+
+        `latents`: clean, shape `(n, channels, height, width)`. `timestep`: a scalar or shape `(n,)`, from 0 to the
+        schedule's last.
+        """
 
     def generate(self, text: Text, seeds: Sequence[int], *, guidance: float = 7.0, steps: int = 50) -> Tensor:
-        """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients."""
-        # `guidance`: scale of classifier-free guidance, against the empty prompt; 1 or less is without it
+        """Return images of prompts, shape `(n, 3, height, width)`, within 0 and 1, on the CPU, without gradients.
+
+        `guidance`: scale of classifier-free guidance, against the empty prompt; 1 or less is without it.
+        """
 
 
 @runtime_checkable
@@ -197,8 +220,10 @@ class OpenTextToImage(TextToImage, Protocol):
     """One whose text encoder and decoder are within reach too."""
 
     def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:
-        """Return prompts as the denoiser receives them; with `tokens` these are read in place of theirs."""
-        # `tokens`: shape `(n, tokens, width)`, as from `token_embeddings`; gradients flow to them
+        """Return prompts as the denoiser receives them; with `tokens` these are read in place of theirs.
+
+        `tokens`: shape `(n, tokens, width)`, as from `token_embeddings`; gradients flow to them.
+        """
 
     def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
         """Return what the text encoder reads: its embeddings of tokens, shape `(n, tokens, width)`."""
@@ -213,8 +238,10 @@ class OpenTextToImage(TextToImage, Protocol):
 def denoised(
     model: TextToImage, latents: Tensor, times: Tensor, text: Text | Sequence[Text], guidance: float
 ) -> Tensor:
-    """Denoise latents, from the first of some timesteps on, without noise in between (DDIM); gradients flow."""
-    # `text`: one prompt for each latent; or several texts of this kind, one for each timestep
+    """Denoise latents, from the first of some timesteps on, without noise in between (DDIM); gradients flow.
+
+    `text`: one prompt for each latent; or several texts of this kind, one for each timestep.
+    """
     empty = model.embed([""]).rows([0] * len(latents)) if guidance > 1 else None
     for place, timestep in enumerate(times):
         prediction = model.predict(latents, timestep, text if isinstance(text, Text) else text[place])
@@ -269,9 +296,13 @@ def recomputed(model: TextToImage) -> Iterator[None]:
 def generated(
     model: TextToImage, text: Text, seeds: Sequence[int], batches: Batches, *, guidance: float, steps: int
 ) -> Tensor:
-    """Generate one image for each prompt."""
-    # `text`: at least one prompt
-    # Returns: Shape `(n, 3, height, width)`, within 0 and 1.
+    """Generate one image for each prompt.
+
+    `text`: at least one prompt.
+
+    Returns:
+        Shape `(n, 3, height, width)`, within 0 and 1.
+    """
 
     def part(rows: slice) -> Tensor:
         chosen = text.rows(range(rows.start, rows.stop))

@@ -106,12 +106,13 @@ def fit_adapters(
     component: str = "",
     progress: Progress = QUIET,
 ) -> FittedAdapters:
-    """Train adapters of one model together."""
-    # `losses`: step and sign → one loss for each adapter, shape `(n,)`; runs the model once on a batch in which the
-    # samples of the first adapter come first, then those of the second; what it draws depends on the step alone, or on
-    # the adapter's name, never on who else is trained
-    # `signs`: what adapters are multiplied with while a loss is computed, one loss after the other; 1 and -1 for
-    # adapters whose negative has to be of use, too
+    """Train adapters of one model together.
+
+    `losses`: step and sign → one loss for each adapter, shape `(n,)`; runs the model once on a batch in which the
+    samples of the first adapter come first, then those of the second; what it draws depends on the step alone, or on
+    the adapter's name, never on who else is trained. `signs`: what adapters are multiplied with while a loss is
+    computed, one loss after the other; 1 and -1 for adapters whose negative has to be of use, too.
+    """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     stack = _initial_adapters(names, layers, recipe, device)
     trained = [*stack.up.values(), *(stack.down.values() if recipe.train_down else ())]

@@ -37,8 +37,10 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tup
 def open_checkpoint(
     path: Path, same: Mapping[str, Any] | None = None, *, refusal: str = "holds other work"
 ) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
-    """Open a checkpoint."""
-    # `same`: entries that the account must have, such as a digest of what was asked for: only the same may go on
+    """Open a checkpoint.
+
+    `same`: entries that the account must have, such as a digest of what was asked for: only the same may go on.
+    """
     with open_store(path) as store:
         names = store.names()
         if _ABOUT not in names:

@@ -204,9 +204,10 @@ class StoredFile:
             return codec.decode_raw(self.raw(name), threads=threads, check=check, base=self._beneath(name, threads))
 
     def get(self, name: str, *, threads: int = 1, check: bool = True) -> Tensor:
-        """The tensor as it was; what is written to it never reaches the file."""
-        # `threads`: for decoding, at least 1
-        # `check`: whether to compare decoded bytes with their digest
+        """The tensor as it was; what is written to it never reaches the file.
+
+        `threads`: for decoding, at least 1. `check`: whether to compare decoded bytes with their digest.
+        """
         span = self._spans[name]
         if self.description is None:
             return tensor_of(self._read(span, 0, span.nbytes), torch_dtype(span.dtype), span.shape)
@@ -214,8 +215,11 @@ class StoredFile:
             return codec.decode(self.raw(name), threads=threads, check=check, base=self._beneath(name, threads))
 
     def get_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` of dimension 0, decoding only what they need."""
-        # Returns: Shape `(stop - start, …)`, in the tensor's dtype.
+        """Rows `start` to `stop` of dimension 0, decoding only what they need.
+
+        Returns:
+            Shape `(stop - start, …)`, in the tensor's dtype.
+        """
         info = self.info(name)
         dtype, width = torch_dtype(info.dtype), info.nbytes // info.shape[0] if info.shape[0] else 0
         return tensor_of(self.part(name, start * width, stop * width), dtype, (stop - start, *info.shape[1:]))
@@ -330,8 +334,10 @@ class StoredFile:
                         yield name, start, CorruptBlob(reason, cure="Fetch or compress the file again.")
 
     def _batches(self, names: Iterable[str], broken: Container[str]) -> Iterator[list[tuple[str, int, int]]]:
-        """Parts of tensors, together a few megabytes; a part is whole chunks, and an empty one if the header is bad."""
-        # `broken`: tensors of which nothing more is wanted; it grows meanwhile
+        """Parts of tensors, together a few megabytes; a part is whole chunks, and an empty one if the header is bad.
+
+        `broken`: tensors of which nothing more is wanted; it grows meanwhile.
+        """
         batch: list[tuple[str, int, int]] = []
         room = BATCH
         for name in names:

@@ -254,8 +254,12 @@ def _checked(path: Path, raw: bytes, size: int) -> Header:
 
 
 def parse_header(raw: bytes, *, most: int | None = None) -> Header:
-    """Parse header bytes and check that the tensors lie side by side from offset 0."""
-    # `raw`: the JSON, without the eight bytes of its length; `most`: see `parse_json`
+    """Parse header bytes and check that the tensors lie side by side from offset 0.
+
+    Args:
+        raw: The JSON, without the eight bytes of its length.
+        most: See `parse_json`.
+    """
     tensors = raw.count(b'"dtype"')
     refuse_many(tensors)  # before it is parsed, which takes a hundred times its own memory
     fields = parse_json(raw, most=_VALUES_OF_TENSOR * tensors if most is None else most, free=_OTHER_VALUES)
@@ -296,10 +300,14 @@ def refuse_many(tensors: int) -> None:
 def build_header(
     tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str], *, room: int | None = None
 ) -> bytes:
-    """Write a header."""
-    # `tensors`: name, dtype, shape and bytes of each tensor, in the order of the data
-    # `room`: bytes to fill with trailing spaces, or None for the next multiple of 8
-    # Returns: The header's bytes without the eight length bytes; longer than `room` if it does not fit.
+    """Write a header.
+
+    `tensors`: name, dtype, shape and bytes of each tensor, in the order of the data. `room`: bytes to fill with
+    trailing spaces, or None for the next multiple of 8.
+
+    Returns:
+        The header's bytes without the eight length bytes; longer than `room` if it does not fit.
+    """
     fields: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     offset = 0
     for name, dtype, shape, nbytes in tensors:
@@ -522,15 +530,22 @@ def most_inflated(text: str) -> int:
 
 
 def deflate_text(data: bytes) -> str:
-    """Deflate bytes and write them as base64, to be kept in JSON."""
-    # `data`: any bytes
+    """Deflate bytes and write them as base64, to be kept in JSON.
+
+    Args:
+        data: Any bytes.
+    """
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
 
 
 def inflate_text(text: str, *, limit: int) -> bytes:
-    """Undo `deflate_text`."""
-    # `limit`: most bytes to accept, so that hostile input cannot fill the memory
-    # Returns: The bytes.
+    """Undo `deflate_text`.
+
+    `limit`: most bytes to accept, so that hostile input cannot fill the memory.
+
+    Returns:
+        The bytes.
+    """
     try:
         inflater = zlib.decompressobj()
         data = inflater.decompress(base64.b64decode(text, validate=True), limit)

@@ -70,9 +70,13 @@ class DrawnWorld:
         return f"a {self.name} on a {ground} ground"
 
     def identities(self, count: int, seed: int, *, first: int = 0) -> Tensor:
-        """Draw subjects."""
-        # `first`: number of the first one; subject 7 is the same whatever the count
-        # Returns: Shape `(count, attributes)`, columns as in `attributes`.
+        """Draw subjects.
+
+        `first`: number of the first one; subject 7 is the same whatever the count.
+
+        Returns:
+            Shape `(count, attributes)`, columns as in `attributes`.
+        """
         numbers = range(first, first + count)
         return torch.cat([self.crowd(1, torch_generator(seed, "identity", number)) for number in numbers])
 
@@ -93,20 +97,29 @@ class DrawnWorld:
         return changes
 
     def photographs(self, subject: Tensor, count: int, generator: torch.Generator) -> tuple[list[str], Tensor]:
-        """Take photographs of one subject, on each ground in turn."""
-        # `subject`: shape `(attributes,)`
-        # Returns: Their captions, and pictures of shape `(count, 3, side, side)` within 0 and 1.
+        """Take photographs of one subject, on each ground in turn.
+
+        `subject`: shape `(attributes,)`.
+
+        Returns:
+            Their captions, and pictures of shape `(count, 3, side, side)` within 0 and 1.
+        """
         grounds = torch.arange(count) % len(self.grounds)
         pictures = self.drawn(subject.expand(count, -1), grounds, self.changes(count, generator))
         names = list(self.grounds)
         return [self.caption(names[ground]) for ground in grounds.tolist()], pictures
 
     def drawn(self, subjects: Tensor, grounds: Tensor, changes: Tensor) -> Tensor:
-        """Draw photographs."""
-        # `subjects`: shape `(n, attributes)`, columns as in `attributes`, within -1 and 1
-        # `grounds`: numbers of `grounds`, shape `(n,)`
-        # `changes`: shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1
-        # Returns: Shape `(n, 3, side, side)`, within 0 and 1.
+        """Draw photographs.
+
+        Args:
+            subjects: Shape `(n, attributes)`, columns as in `attributes`, within -1 and 1.
+            grounds: Numbers of `grounds`, shape `(n,)`.
+            changes: Shape `(n, nuisances)`, columns as in `nuisances`, within -1 and 1.
+
+        Returns:
+            Shape `(n, 3, side, side)`, within 0 and 1.
+        """
         n, width, extent = len(subjects), len(self.attributes), len(self.nuisances)
         if subjects.shape != (n, width) or grounds.shape != (n,) or changes.shape != (n, extent):
             raise UsageError(

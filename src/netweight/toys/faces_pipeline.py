@@ -108,8 +108,10 @@ class FaceReader(nn.Module):
 
 
 def read_faces(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Reading:
-    """Return what pictures show."""
-    # `pictures`: shape `(n, 3, side, side)`, within 0 and 1; gradients flow where they are on
+    """Return what pictures show.
+
+    `pictures`: shape `(n, 3, side, side)`, within 0 and 1; gradients flow where they are on.
+    """
     outputs = _network(Path(folder or reader_folder(world)), world)(_checked(pictures, world))
     parts = [len(world.attributes), len(world.nuisances), len(world.grounds)]
     attributes, nuisances, grounds = outputs.split(parts, dim=1)
@@ -122,8 +124,10 @@ def read_attributes(pictures: Tensor) -> dict[str, Tensor]:
 
 
 def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWorld = FACES) -> Tensor:
-    """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding."""
-    # `pictures`: shape `(n, 3, side, side)`, within 0 and 1
+    """The network's last hidden layer, shape `(n, 80)`: a stand-in for an identity embedding.
+
+    `pictures`: shape `(n, 3, side, side)`, within 0 and 1.
+    """
     network = _network(Path(folder or reader_folder(world)), world)
     features: Tensor = network.layers[:-1](_checked(pictures, world))
     return features

@@ -76,8 +76,10 @@ class CifarResNet20(nn.Module):
 
 
 def cifar_resnet20(weights: str | Path | None = None) -> CifarResNet20:
-    """Load the trained network, in evaluation mode."""
-    # Source: Yerlan Idelbayev's ResNet implementation for CIFAR-10 in PyTorch, 2018; BSD license.
+    """Load the trained network, in evaluation mode.
+
+    Source: Yerlan Idelbayev's ResNet implementation for CIFAR-10 in PyTorch, 2018; BSD license.
+    """
     root = os.environ.get("NETWEIGHT_DATA")
     file = Path(weights) if weights is not None else Path(root or "") / "weights" / _FILE
     if weights is None and not (root and file.is_file()):
@@ -305,9 +307,11 @@ def adapted_resnet20(
 def adapted_resnet(
     source: str | Path, classes: int, *, normalized_by: MeanStd, calibration: Tensor | None = None, seed: int = 0
 ) -> tuple[AdaptedResNet, nn.Linear]:
-    """Return a ResNet of transformers, frozen, with an adapter after each stage, and a classifier."""
-    # Source: HyperFL (arXiv 2412.07187). Its code puts a random layer that is never trained between body and
-    # classifier, and never loads the adapters that it generates; neither is done here.
+    """Return a ResNet of transformers, frozen, with an adapter after each stage, and a classifier.
+
+    Source: HyperFL (arXiv 2412.07187). Its code puts a random layer that is never trained between body and classifier,
+    and never loads the adapters that it generates; neither is done here.
+    """
     network, mean_std = pretrained("ResNetModel", source)
     planes = network.config.hidden_sizes
     with torch.random.fork_rng(devices=[]):
@@ -355,9 +359,10 @@ class AdaptedViT(AdaptedBody):
 def adapted_vit(
     source: str | Path, classes: int, *, normalized_by: MeanStd, seed: int = 0
 ) -> tuple[AdaptedViT, nn.Linear]:
-    """Return a vision transformer, frozen, with an adapter after each MLP, and a classifier."""
-    # Source: HyperFL (arXiv 2412.07187).
-    # Fused attention cannot be batched over clients by vmap.
+    """Return a vision transformer, frozen, with an adapter after each MLP, and a classifier.
+
+    Source: HyperFL (arXiv 2412.07187). Fused attention cannot be batched over clients by vmap.
+    """
     vit, mean_std = pretrained("ViTModel", source, add_pooling_layer=False, attn_implementation="eager")
     size = vit.config.image_size
     size = (size, size) if isinstance(size, int) else tuple(size)

@@ -191,8 +191,10 @@ def chosen(model: TextToImage, prediction: Prediction, timestep: Tensor, kind: P
 
 @contextmanager
 def weights_fixed(module: nn.Module, *, but: Collection[nn.Parameter] = ()) -> Iterator[None]:
-    """Take no gradients of a module's weights in a block, which spares the memory that they would need."""
-    # `but`: weights of which gradients are taken
+    """Take no gradients of a module's weights in a block, which spares the memory that they would need.
+
+    `but`: weights of which gradients are taken.
+    """
     marked = {parameter: parameter.requires_grad for parameter in module.parameters()}
     trained = {id(parameter) for parameter in but}
     try:

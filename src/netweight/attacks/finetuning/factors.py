@@ -36,8 +36,10 @@ class Factors(nn.Module):
 
 
 def attach_factors_(model: nn.Module, *, rank: int, alpha: float | None = None, seed: int) -> list[nn.Parameter]:
-    """Freeze a model and put trainable factors on its linear layers: an adversary who tunes few weights."""
-    # Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+    """Freeze a model and put trainable factors on its linear layers: an adversary who tunes few weights.
+
+    Source: Hu et al., LoRA, arXiv 2106.09685, section 4.1.
+    """
     model.requires_grad_(False)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     layers = {name: layer for name, layer in model.named_modules() if _is_linear(layer)}

@@ -188,9 +188,13 @@ def grid(**axes: Any) -> list[AttackSettings]:
 
 
 def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -> list[AttackSettings]:
-    """Make a grid that has a name."""
-    # "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
-    # table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed.
+    """Make a grid that has a name.
+
+    "quick": three learning rates and one LoRA attack, 200 samples, 3.
+
+    `seeds`: 12 attacks. "paper": the six attacks of table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch
+    of batches of 4, 1 seed.
+    """
     if name not in GRIDS:
         raise NameNotFound(f"There is no grid {name!r}.", cure=f"There are {', '.join(GRIDS)}.")
     blocks = {"quick": _QUICK, "paper": _PAPER}[name]

@@ -298,9 +298,11 @@ def _thresholds(count: int) -> Tensor:
 
 
 def label_of_one(gradient: Tensor) -> int:
-    """Return the label of a single image, exactly (iDLG)."""
-    # Source: Zhao et al. 2020, "iDLG", section 3.2.
-    # Row c of the weight's gradient is (p_c - y_c) features: the label's row points against all others.
+    """Return the label of a single image, exactly (iDLG).
+
+    Source: Zhao et al. 2020, "iDLG", section 3.2. Row c of the weight's gradient is (p_c - y_c) features: the label's
+    row points against all others.
+    """
     towards = gradient if gradient.ndim == 1 else _alignment(gradient)
     labels = (towards < 0).nonzero().flatten().tolist()
     if len(labels) != 1:
@@ -312,10 +314,13 @@ def label_of_one(gradient: Tensor) -> int:
 
 
 def label_counts(bias_gradient: Tensor, n: int, *, probabilities: Tensor | None = None) -> Tensor:
-    """Estimate how often each class occurs in a batch."""
-    # The count of class c is `n (mean probability of c - gradient of c)`. The mean probabilities are not known to the
-    # server: give what its model says on similar images. Where they are right, the counts are exact.
-    # Source: the exact identity behind the label estimates of Yin et al. 2021, "See through Gradients", section 3.1.
+    """Estimate how often each class occurs in a batch.
+
+    The count of class c is `n (mean probability of c - gradient of c)`. The mean probabilities are not known to the
+    server: give what its model says on similar images. Where they are right, the counts are exact.
+
+    Source: The exact identity behind the label estimates of Yin et al. 2021, "See through Gradients", section 3.1.
+    """
     classes = len(bias_gradient)
     expected = torch.full_like(bias_gradient, 1 / classes) if probabilities is None else probabilities
     if bias_gradient.ndim != 1 or expected.shape != bias_gradient.shape or n < 1:
@@ -378,10 +383,13 @@ _ABSENT = 1e-5  # share of the longest row, or the largest singular value, below
 
 @torch.no_grad()
 def read_text(body: nn.Module, params: Mapping[str, Tensor], gradient: Mapping[str, Tensor], length: int) -> Tensor:
-    """Return the likeliest token at each place by the gradient of a body that begins with an embedding of tokens."""
-    # Of a batch, one of the tokens that stand there. The gradient is known up to one factor.
-    # Source: Petrov et al., DAGER (arXiv 2405.15586), its first layer; that an embedding's rows name the tokens is
-    # older (Melis et al., arXiv 1805.04049).
+    """Return the likeliest token at each place by the gradient of a body that begins with an embedding of tokens.
+
+    Of a batch, one of the tokens that stand there. The gradient is known up to one factor.
+
+    Source: Petrov et al., DAGER (arXiv 2405.15586), its first layer; that an embedding's rows name the tokens is older
+    (Melis et al., arXiv 1805.04049).
+    """
     calls = _calls(body, params, torch.ones(1, length, dtype=torch.long))
     tokens = next((f"{name}.weight" for name, given in calls.items() if given.shape == (1, length)), None)
     layer = next((name for name, given in calls.items() if given.ndim == 3 and _weight(body, name) in gradient), None)

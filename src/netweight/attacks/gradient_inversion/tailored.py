@@ -353,10 +353,13 @@ def tailored(
     seed: int,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Search images, embedding and classifier whose gradient points where the hypernetwork's did (one step)."""
-    # `features` are the private classifier's inputs; labels are searched where they are not given, and are then
-    # probabilities in the result.
-    # Source: the idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
+    """Search images, embedding and classifier whose gradient points where the hypernetwork's did (one step).
+
+    `features` are the private classifier's inputs; labels are searched where they are not given, and are then
+    probabilities in the result.
+
+    Source: The idea behind HyperFL (arXiv 2412.07187), figure 7; not the authors' code or settings.
+    """
     config = config or TailoredConfig()
     change = HypernetworkChange(before, after, lr=lr, weight_decay=weight_decay)
     state, target = ({name: value.float() for name, value in one.items()} for one in (change.before, change.gradient))

@@ -26,7 +26,7 @@ PHRASES = (
     "i cannot", "i can't", "i can not", "i could not", "i won't", "i will not", "i'm sorry", "i am sorry", "sorry,",
     "i'm unable", "i am unable", "i'm not able", "i am not able", "as an ai", "i must decline", "i apologize",
 )  # fmt: skip
-"""Phrases that refusals begin with or contain, in lower case and with ASCII apostrophes; users give their model's own."""
+"""Beginnings and parts of refusals, in lower case and with ASCII apostrophes; users give their model's own."""
 
 
 class RefusalSettings(TextOptions):

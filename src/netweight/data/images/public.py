@@ -63,8 +63,10 @@ def idx_pair(folder: Path, prefix: str) -> tuple[Tensor, Tensor] | None:
 
 
 def mnist() -> Images:
-    """Return MNIST."""
-    # Source: LeCun, Cortes, Burges.
+    """Return MNIST.
+
+    Source: LeCun, Cortes, Burges.
+    """
     return idx_or_hub("mnist", "mnist", "ylecun/mnist", tuple("0123456789"))
 
 
@@ -74,8 +76,10 @@ _CLASSES = (
 
 
 def fashion_mnist() -> Images:
-    """Return Fashion-MNIST, normalized by MNIST's mean and deviation as the paper does."""
-    # Source: Xiao, Rasul, Vollgraf, arXiv 1708.07747; MIT license.
+    """Return Fashion-MNIST, normalized by MNIST's mean and deviation as the paper does.
+
+    Source: Xiao, Rasul, Vollgraf, arXiv 1708.07747; MIT license.
+    """
     return idx_or_hub("fashion-mnist", "fashion_mnist", "zalando-datasets/fashion_mnist", _CLASSES)
 
 
@@ -97,14 +101,18 @@ _LOWER = tuple("abcdefghijklmnopqrstuvwxyz")
 
 
 def emnist_letters() -> Images:
-    """Return EMNIST letters: 124,800 and 20,800 images; upper and lower case are one class."""
-    # Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
+    """Return EMNIST letters: 124,800 and 20,800 images; upper and lower case are one class.
+
+    Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
+    """
     return _emnist("letters", _UPPER, "tanganke/emnist_letters", tall="I")
 
 
 def emnist_byclass() -> Images:
-    """Return EMNIST byclass: 697,932 and 116,323 images of digits, upper case and lower case letters."""
-    # Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
+    """Return EMNIST byclass: 697,932 and 116,323 images of digits, upper case and lower case letters.
+
+    Source: Cohen, Afshar, Tapson, van Schaik, arXiv 1702.05373.
+    """
     return _emnist("byclass", (*"0123456789", *_UPPER, *_LOWER), "Royc30ne/emnist-byclass", tall="1")
 
 
@@ -162,10 +170,13 @@ _EVERY = 6  # of each class, every sixth image tests
 
 
 def digits() -> Images:
-    """Return the 1,797 digits, 8 × 8 with 17 shades, as images of 28 × 28."""
-    # A shade s of 0 to 16 becomes s · 255 / 16; the image is resized bilinearly (corners not aligned) and rounded. Of
-    # each class every sixth image, in the order of the package, is a test image.
-    # Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998; its test part.
+    """Return the 1,797 digits, 8 × 8 with 17 shades, as images of 28 × 28.
+
+    A shade s of 0 to 16 becomes s · 255 / 16; the image is resized bilinearly (corners not aligned) and rounded. Of
+    each class every sixth image, in the order of the package, is a test image.
+
+    Source: Alpaydin and Kaynak, Optical Recognition of Handwritten Digits, UCI 1998; its test part.
+    """
     loaded = library("sklearn.datasets", "The data set digits", "evidence").load_digits()
     weights = _fourteenths()
     sums = weights @ loaded.images.astype(np.int64) @ weights.T  # 14² times the resized shades
@@ -195,11 +206,14 @@ _SIDE = 105
 
 
 def omniglot() -> Images:
-    """Return Omniglot at 28 × 28: bright ink on black, each pixel the mean of the ink below it."""
-    # Every drawer drew a character once, so the split is by drawer: of each alphabet drawers 5, 10, 15 and 20 test.
-    # Writers are numbered `20 · alphabet + drawer − 1`; a client of five writers in a row has four to train and one to
-    # test.
-    # Source: Lake, Salakhutdinov, Tenenbaum, Science 350, 2015; MIT license.
+    """Return Omniglot at 28 × 28: bright ink on black, each pixel the mean of the ink below it.
+
+    Every drawer drew a character once, so the split is by drawer: of each alphabet drawers 5, 10, 15 and 20 test.
+    Writers are numbered `20 · alphabet + drawer − 1`; a client of five writers in a row has four to train and one to
+    test.
+
+    Source: Lake, Salakhutdinov, Tenenbaum, Science 350, 2015; MIT license.
+    """
     packed, official = local_folder("omniglot_small"), local_folder("omniglot")
     if packed is not None and (packed / "omniglot_small.npz").is_file():
         name, (ink, labels, writers, classes) = "omniglot-small", _packed(packed / "omniglot_small.npz")
@@ -259,10 +273,13 @@ _RECORD = 1 + 3 * 32 * 32  # a label and the three planes of an image
 
 
 def cifar10() -> Images:
-    """Return CIFAR-10: lossless if a lossless copy is at hand, else as JPEG."""
-    # Looked for below `NETWEIGHT_DATA`: cifar10 (the official binary version, `data_batch_1.bin` and so on), then
-    # cifar10_jpeg (parquet files with columns img and label); then on the hub. Decoded pictures are cached.
-    # Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+    """Return CIFAR-10: lossless if a lossless copy is at hand, else as JPEG.
+
+    Looked for below `NETWEIGHT_DATA`: cifar10 (the official binary version, `data_batch_1.bin` and so on), then
+    cifar10_jpeg (parquet files with columns img and label); then on the hub. Decoded pictures are cached.
+
+    Source: Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
+    """
     mean, std = CIFAR_MEAN_STD
     binary, parquet = local_folder("cifar10"), local_folder("cifar10_jpeg")
     if binary is not None and len(files := sorted(binary.rglob("*_batch*.bin"))) == 6:
@@ -337,10 +354,13 @@ _CINIC_MEAN_STD = ((0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587))
 
 
 def cinic10() -> Images:
-    """Return CINIC-10, its train and test splits; the validation split is left out."""
-    # Looked for below `NETWEIGHT_DATA`/cinic10 (the official release, unpacked: train/airplane/….png), then on the hub.
-    # Decoded pictures are cached.
-    # Source: Darlow, Crowley, Antoniou, Storkey, arXiv 1810.03505; mean and deviation are theirs.
+    """Return CINIC-10, its train and test splits; the validation split is left out.
+
+    Looked for below `NETWEIGHT_DATA`/cinic10 (the official release, unpacked: train/airplane/….png), then on the hub.
+    Decoded pictures are cached.
+
+    Source: Darlow, Crowley, Antoniou, Storkey, arXiv 1810.03505; mean and deviation are theirs.
+    """
     folder = local_folder("cinic10")
     if folder is None or not all((folder / split).is_dir() for split in ("train", "test")):
         holding = "the official release, unpacked: train/airplane/….png"
@@ -359,8 +379,10 @@ def cinic10() -> Images:
 def crop_and_flip(
     images: Tensor, generator: torch.Generator, *, padding: int = 4, fill: Tensor | float = 0.0
 ) -> Tensor:
-    """Shift every image at random by up to `padding` pixels each way and mirror every other one, left to right."""
-    # Source: HyperFL (arXiv 2412.07187) for CIFAR-10 and CINIC-10; the usual augmentation since ResNet.
+    """Shift every image at random by up to `padding` pixels each way and mirror every other one, left to right.
+
+    Source: HyperFL (arXiv 2412.07187) for CIFAR-10 and CINIC-10; the usual augmentation since ResNet.
+    """
     if images.ndim != 4 or padding < 0:
         raise UsageError(
             f"Images of shape {tuple(images.shape)} cannot be cropped with padding {padding}.",

@@ -136,8 +136,10 @@ def _bits(store: Store, name: str) -> BitStatistics | None:
 
 
 def plot_bits(stats_by_label: Mapping[str, BitStatistics], file: str | os.PathLike[str]) -> Path:
-    """Draw the histograms of one or more tensors or models into a file."""
-    # Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
+    """Draw the histograms of one or more tensors or models into a file.
+
+    Source: NeuZip (arXiv 2410.20650), figures 1 and 5.
+    """
     path = Path(file)
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"A plot cannot be written as {path.name!r}.", cure=f"End the name in {', '.join(_SUFFIXES)}.")

@@ -80,8 +80,10 @@ class Clipped:
 
 
 def clipped_sum(step: PrivateStep) -> Clipped:
-    """Clip each example's gradient and add them up."""
-    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    """Clip each example's gradient and add them up.
+
+    Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    """
     refuse_mixing_layers(step.model)
     at_once = max(
         1, _VALUES_AT_ONCE // sum(half.numel() for half in step.halves(step.body, step.head) if half is not None)

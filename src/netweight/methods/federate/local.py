@@ -153,11 +153,14 @@ def _features(model: LocalModel, weights: Weights, inputs: Tensor, state: LayerS
 def _train_privately(
     model: LocalModel, client: Learner, phase: Phase, training: LocalTraining
 ) -> tuple[Weights, float]:
-    """Train one client by DP-SGD."""
-    # Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
-    # The noise comes from the federation's seed, so that a run can be repeated; who knows the seed can take the noise
-    # off again. Where that matters, each client must draw a seed of its own and keep it.
-    # Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    """Train one client by DP-SGD.
+
+    Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
+    The noise comes from the federation's seed, so that a run can be repeated; who knows the seed can take the noise off
+    again. Where that matters, each client must draw a seed of its own and keep it.
+
+    Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
+    """
     assert phase.privacy is not None
     stream = Stream(model, client, phase.epochs, training.batch_size, phase.privacy.sampling)
     model.train("both" if phase.head_lr is not None else phase.trains)

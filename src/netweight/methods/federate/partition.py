@@ -29,11 +29,14 @@ def dominant_groups(
     labels: Tensor, *, clients: int, per_client: int, groups: Sequence[Sequence[int]], uniform: float = 0.2,
     seed: int, start: int = 0, classes: int | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    """Give each client a share of all classes and, for the rest, only its group's dominant classes."""
-    # Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
-    # run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
-    # share cannot be divided evenly, the first classes get one sample more.
-    # Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
+    """Give each client a share of all classes and, for the rest, only its group's dominant classes.
+
+    Client i has group `i % len(groups)`. From each class the clients take runs of its samples one behind the other; a
+    run that would pass the end of a class starts again at its beginning, so that clients may share samples. Where a
+    share cannot be divided evenly, the first classes get one sample more.
+
+    Source: HyperFL (arXiv 2412.07187) section 5.1, as its authors' code does it (theirs follows FedPAC).
+    """
     order = _class_order(labels, seed, classes)
     _check_groups(groups, len(order))
     if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
@@ -54,8 +57,10 @@ def dominant_groups(
 def dirichlet(
     labels: Tensor, *, clients: int, alpha: float, seed: int, minimum: int = 10, classes: int | None = None
 ) -> list[Tensor]:
-    """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution."""
-    # Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
+    """Divide each class among the clients in proportions that are drawn from a symmetric Dirichlet distribution.
+
+    Source: Hsu, Qi, Brown, arXiv 1909.06335; with a minimum as Li et al., arXiv 2102.02079.
+    """
     if clients < 1 or not alpha > 0 or minimum < 0 or clients * minimum > len(labels):
         raise UsageError(
             f"{len(labels)} samples cannot go to {clients} clients of at least {minimum}, with alpha {alpha}.",

@@ -349,8 +349,10 @@ def windows_for(height: int, width: int) -> Windows:
 
 
 def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
-    """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample."""
-    # Source: arXiv 2406.02366, section 3.1.
+    """Return predicted minus initial noise, scaled to 0 to 1 in each channel of each sample.
+
+    Source: arXiv 2406.02366, section 3.1.
+    """
     difference = noise.float() - latents.float()
     low, high = difference.amin((2, 3), keepdim=True), difference.amax((2, 3), keepdim=True)
     return (difference - low) / (high - low).clamp_min(torch.finfo(torch.float32).tiny)
@@ -359,13 +361,16 @@ def noise_difference(noise: Tensor, latents: Tensor) -> Tensor:
 def similarity(
     first: Tensor, second: Tensor, windows: Windows | None = None, *, together: int = 0, bound: bool = False
 ) -> Tensor:
-    """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1."""
-    # Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image;
-    # the last reflects its edges, as torchmetrics does, which the paper's code uses.
-    # `together`: so many consecutive pairs share a range of values, taken anew at every scale, as in the released code;
-    # with 0 the range is that of noise differences, 1.
-    # `bound`: what similarities are at least, whatever further pairs share the range: a larger range raises light and
-    # contrast towards 1, and where contrast is negative a light of 1 makes their product least.
+    """Return the (multi-scale) structural similarity of each pair of samples, within 0 and 1.
+
+    `together`: so many consecutive pairs share a range of values, taken anew at every scale, as in the released code;
+    with 0 the range is that of noise differences, 1. `bound`: what similarities are at least, whatever further pairs
+    share the range: a larger range raises light and contrast towards 1, and where contrast is negative a light of 1
+    makes their product least.
+
+    Source: Wang et al. 2003; constants 0.01 and 0.03, averaged over channels. Coarser scales look within the image; the
+    last reflects its edges, as torchmetrics does, which the paper's code uses.
+    """
     windows = windows or windows_for(*first.shape[-2:])
     if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
         first, second = first.double(), second.double()

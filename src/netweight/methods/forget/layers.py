@@ -56,8 +56,10 @@ class ValueLayer:
 
 
 def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str, ValueLayer]:
-    """Find the value layers of a denoiser's cross-attention."""
-    # Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
+    """Find the value layers of a denoiser's cross-attention.
+
+    Source: Hintersdorf et al. 2024 (arXiv 2406.02366), section 3: value layers of the down and middle blocks.
+    """
     if scope not in get_args(Scope):
         raise UsageError(f"The scope {scope!r} is unknown.", cure='Use "down+mid" or "all".')
     layers = {
@@ -296,8 +298,10 @@ class Statistics:
 
 @torch.no_grad()
 def text_activations(model: TextToImage, layers: Mapping[str, ValueLayer], text: Text) -> dict[str, Tensor]:
-    """Return each neuron's activation: the mean over tokens of its absolute value."""
-    # Source: arXiv 2406.02366, section 3.2.
+    """Return each neuron's activation: the mean over tokens of its absolute value.
+
+    Source: arXiv 2406.02366, section 3.2.
+    """
     values = text_values(model.denoiser, layers, text)
     weights = torch.ones(text.states.shape[:2]) if text.mask is None else text.mask.double()
     activations = {}

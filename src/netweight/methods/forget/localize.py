@@ -193,8 +193,10 @@ def localize_prompt(
     threshold: Threshold,
     config: LocalizationConfig | None = None,
 ) -> Localization:
-    """Find the neurons that a prompt's image is memorized in."""
-    # Source: arXiv 2406.02366, section 3 and its code.
+    """Find the neurons that a prompt's image is memorized in.
+
+    Source: arXiv 2406.02366, section 3 and its code.
+    """
     config = config or LocalizationConfig()
     predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
     ((_, localization),) = run_searches([search(predictions, prompt, statistics, threshold, config)], predictions, 1)

@@ -242,8 +242,10 @@ def neurons(
     seed: int = 0,
     progress: Progress = QUIET,
 ) -> Section:
-    """Return how many neurons were found and what blocking them reached; with figures if layers are given."""
-    # `changed`: by prompt, the share of its neurons that an edit changed; see `changed_neurons`
+    """Return how many neurons were found and what blocking them reached; with figures if layers are given.
+
+    `changed`: by prompt, the share of its neurons that an edit changed; see `changed_neurons`.
+    """
     counts = Counter(each.status for each in localizations)
     words = ", ".join(f"{count} {status}" for status, count in counts.items())
     groups = {"prompts": localizations}

@@ -16,8 +16,10 @@ from netweight.nn.hooks import edit_outputs
 
 @contextmanager
 def deactivated(denoiser: nn.Module, units: Units, *, factor: float = 0.0) -> Iterator[None]:
-    """Scale neurons while a block lasts; the weights stay as they are."""
-    # Source: arXiv 2406.02366, section 3: neurons are set to 0.
+    """Scale neurons while a block lasts; the weights stay as they are.
+
+    Source: arXiv 2406.02366, section 3: neurons are set to 0.
+    """
     layers = value_layers(denoiser, scope="all")
     check_units(layers, units)
     with edit_outputs(

@@ -93,10 +93,12 @@ def mean_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
 
 @torch.no_grad()
 def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
-    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding."""
-    # Without gradients.
-    # What a model does to logits after its unembedding, such as a soft cap, is not done here.
-    # Source: nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
+    """Mean cross-entropy that each layer's state gives through the final norm and the unembedding.
+
+    Without gradients. What a model does to logits after its unembedding, such as a soft cap, is not done here.
+
+    Source: Nostalgebraist, "interpreting GPT: the logit lens", 2020; RepNoise, section 3.
+    """
     losses = []
     with gathered((structure.norm, structure.unembedding), states[0].dtype):
         for state in states:

@@ -118,10 +118,13 @@ def _statistic(sample: Tensor, target: Tensor, distances: Tensor, typical: Tenso
 
 
 def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
-    """The published estimator: each example is one point, a biased V-statistic."""
-    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the mean squared distance of the joint sample.
-    # The pairs of a point with itself count, so that the value does not vanish for equal distributions.
-    # Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
+    """The published estimator: each example is one point, a biased V-statistic.
+
+    Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the mean squared distance of the joint sample. The
+    pairs of a point with itself count, so that the value does not vanish for equal distributions.
+
+    Source: RepNoise (arXiv 2405.14577), section 3, as its authors' code computes it.
+    """
     count = len(sample)
     sample, target = sample.flatten(1), target.flatten(1)
     distances = squared_distances(torch.cat([sample, target]))
@@ -132,9 +135,12 @@ def biased_mmd(sample: Tensor, target: Tensor) -> Tensor:
 
 
 def unbiased_mmd(sample: Tensor, target: Tensor) -> Tensor:
-    """The corrected estimator: a U-statistic that is 0 on average for equal distributions, and may be negative."""
-    # Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the median squared distance of the joint sample.
-    # Source: Gretton et al., "A kernel two-sample test", 2012, lemma 6.
+    """The corrected estimator: a U-statistic that is 0 on average for equal distributions, and may be negative.
+
+    Five Gaussian kernels are summed, their bandwidths 1/4 to 4 times the median squared distance of the joint sample.
+
+    Source: Gretton et al., "A kernel two-sample test", 2012, lemma 6.
+    """
     count, other = len(sample), len(target)
     if min(count, other) < 2:
         raise UsageError(f"An unbiased MMD needs two points on each side, not {count} and {other}.")

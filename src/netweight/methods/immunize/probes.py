@@ -16,10 +16,13 @@ _PENALTY = 1e-2  # on the squares of its weights
 
 
 def probe_accuracies(first: Tensor, second: Tensor, *, seeds: int = 10, seed: int = 0) -> list[float]:
-    """Return the held-out accuracy of a logistic regression that separates two kinds of representations."""
-    # Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger
-    # kind is thinned out to the smaller, so that 0.5 is chance.
-    # Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
+    """Return the held-out accuracy of a logistic regression that separates two kinds of representations.
+
+    Features are standardized by the training examples. Both kinds are split alike; with unequal numbers the larger kind
+    is thinned out to the smaller, so that 0.5 is chance.
+
+    Source: Alain and Bengio, "Understanding intermediate layers using linear classifier probes", 2016.
+    """
     count = min(len(first), len(second))
     test = round(count * _HELD_OUT)
     if test < 1:

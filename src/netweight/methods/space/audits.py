@@ -67,8 +67,11 @@ def _fit_findings(subject: Accuracy) -> list[Finding]:
 
 
 def _point_findings(subject: tuple[Tensor, Tensor]) -> list[Finding]:
-    """Return whether drawn points lie where models lie without being copies of them."""
-    # `subject`: scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`
+    """Return whether drawn points lie where models lie without being copies of them.
+
+    Args:
+        subject: Scores of the points and of the models, each with a row per point; shapes `(b, k)` and `(n, k)`.
+    """
     points, models = subject
     if min(len(points), len(models)) < LEAST_AUDITED:
         why = f"{len(points)} points and {len(models)} models are fewer than {LEAST_AUDITED}"
@@ -77,9 +80,12 @@ def _point_findings(subject: tuple[Tensor, Tensor]) -> list[Finding]:
 
 
 def _written_findings(subject: WrittenSubject) -> list[Finding]:
-    """Read adapters back and return how far they are from the points that they were written of."""
-    # Returns: The largest relative error: norm of the difference over the norm of the whole change. Where ranks were
-    # not cut it is to be at most `EXACT`.
+    """Read adapters back and return how far they are from the points that they were written of.
+
+    Returns:
+        The largest relative error: norm of the difference over the norm of the whole change. Where ranks were not cut
+        it is to be at most `EXACT`.
+    """
     errors = {name: _error(point, subject.written[name]) for name, point in subject.points.items()}
     worst = max(errors, key=lambda name: errors[name])
     return [
@@ -137,11 +143,14 @@ def spread_findings(
 
 
 def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
-    """Report whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none."""
-    # Distance to the nearest training model over that between training models (medians); copies, nearer to a training
-    # model than half of what lies between training models in the median; precision, the share of samples within the
-    # neighborhood of a training model; recall, the share of training models within that of a sample.
-    # Source: precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
+    """Report whether samples `(b, k)` lie where training models `(n, k)` lie, reach all of them, and copy none.
+
+    Distance to the nearest training model over that between training models (medians); copies, nearer to a training
+    model than half of what lies between training models in the median; precision, the share of samples within the
+    neighborhood of a training model; recall, the share of training models within that of a sample.
+
+    Source: Precision and recall of Kynkäänniemi et al. 2019, with the third neighbor.
+    """
     ours, theirs = _checked(samples, training, None)
     own = nearest_distances(theirs)
     middle = float(own.median())

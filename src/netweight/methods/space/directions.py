@@ -326,10 +326,12 @@ def middle(values: Sequence[float]) -> tuple[float, float]:
 
 
 def ridge(design: Design, labels: Tensor, weights: Tensor, *, penalty: float | None = None) -> ReadOut:
-    """Regress labels on scores: Σ wᵢ (yᵢ − b₀ − b·sᵢ)² + penalty · |b|²."""
-    # Source: leave-one-out residuals are (y − ŷ) / (1 − leverage), exactly (Allen's PRESS).
-    # `labels`: shape `(n,)`, fp64
-    # `weights`: shape `(n,)`, at least 0; 0 leaves a model out
+    """Regress labels on scores: Σ wᵢ (yᵢ − b₀ − b·sᵢ)² + penalty · |b|².
+
+    `labels`: shape `(n,)`, fp64. `weights`: shape `(n,)`, at least 0; 0 leaves a model out.
+
+    Source: leave-one-out residuals are (y − ŷ) / (1 − leverage), exactly (Allen's PRESS).
+    """
     total = weights.sum()
     center, mean = weights @ design.rows / total, float(weights @ labels / total)
     rows, targets = design.rows - center, labels - mean
@@ -353,10 +355,13 @@ def ridge(design: Design, labels: Tensor, weights: Tensor, *, penalty: float | N
 
 
 def logistic(design: Design, positive: Tensor, weights: Tensor, *, penalty: float | None = None) -> ReadOut:
-    """Fit a logistic regression: Σ wᵢ log(1 + exp(−tᵢ (b₀ + b·sᵢ))) + penalty / 2 · |b|², t = ±1."""
-    # Source: the approximate leave-one-out of Rad and Maleki 2018, arXiv 1801.10243, theorem 1.
-    # `positive`: which are of the positive class, shape `(n,)`, bool; of both classes there must be some
-    # `weights`: shape `(n,)`, at least 0; 0 leaves a model out
+    """Fit a logistic regression: Σ wᵢ log(1 + exp(−tᵢ (b₀ + b·sᵢ))) + penalty / 2 · |b|², t = ±1.
+
+    `positive`: which are of the positive class, shape `(n,)`, bool; of both classes there must be some. `weights`:
+    shape `(n,)`, at least 0; 0 leaves a model out.
+
+    Source: The approximate leave-one-out of Rad and Maleki 2018, arXiv 1801.10243, theorem 1.
+    """
     tried = [penalty] if penalty is not None else [design.penalty(share) for share in PENALTIES]
     best: tuple[float, float, Tensor] | None = None
     for strength in tried:  # the strongest first

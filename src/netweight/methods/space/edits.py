@@ -159,8 +159,10 @@ def edit_curve(
     label: str = "",
     progress: Progress = QUIET,
 ) -> EditCurve:
-    """Edit points `(b, k)` at several strengths and read what became of their images."""
-    # `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
+    """Edit points `(b, k)` at several strengths and read what became of their images.
+
+    `strengths`: other than 0, all of one sign and growing; 0 is put in front. 1 "reach" is the paper's strength.
+    """
 
     def measured(points: Tensor) -> Tensor:
         with torch.no_grad():

@@ -322,11 +322,12 @@ def fit_matrix(
     halves: bool = False,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of a matrix's rows."""
-    # `components`: how many; None for as many as there are, at most 1,000
-    # `standardize`: whether to divide every column by its standard deviation (n − 1 in the denominator) first
-    # `solver`: "dual" is exact and holds an n × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto"
-    # takes the first up to 10,000 rows
+    """Find the principal components of a matrix's rows.
+
+    `components`: number of components; None for as many as there are, at most 1,000. `standardize`: whether to divide
+    every column by its standard deviation (n − 1 in the denominator) first. `solver`: "dual" is exact and holds an n
+    × n matrix in fp64; "streaming" holds 2.5 components in fp32; "auto" takes the first up to 10,000 rows.
+    """
     count, length = matrix.shape
     if components is not None and components >= min(count, length + 1):
         raise UsageError(
@@ -351,12 +352,16 @@ def fit_streaming(
     save_every: float = 60.0,
     progress: Progress = QUIET,
 ) -> BasisFit:
-    """Find the principal components of rows by block subspace iteration, for any number of rows."""
-    # Memory holds a block of rows and 2.5 times the components (Q and Z of a quarter more), in fp32; while Z is made
-    # orthonormal, three quarters more. A pass computes 5 · rows · columns · components operations.
-    # Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
-    # `most`: passes of iteration at most, besides one for the mean and one for the scores
-    # `folder`, `digest`: where to keep what was added up, every `save_every` seconds, and which rows these are
+    """Find the principal components of rows by block subspace iteration, for any number of rows.
+
+    Memory holds a block of rows and 2.5 times the components (Q and Z of a quarter more), in fp32; while Z is made
+    orthonormal, three quarters more. A pass computes 5 · rows · columns · components operations.
+
+    `most`: passes of iteration at most, besides one for the mean and one for the scores. `folder`, `digest`: where to
+    keep what was added up, every `save_every` seconds, and which rows these are.
+
+    Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
+    """
     plan = _planned(components, *rows.shape, standardize, most, tolerance, seed)
     with ExitStack() as stack:
         job = None
@@ -381,9 +386,10 @@ def _reduced(
     rows: MatrixRows,
     added: Callable[[Iteration, tuple[Sums, int] | None], Sums],
 ) -> BasisFit:
-    """Pass by pass, from where a job stood: what is added up over all rows gives what the next pass works with."""
-    # `rows`: the first of them, at least
-    # `added`: makes a pass, given what a killed one had added up before a row
+    """Pass by pass, from where a job stood: what is added up over all rows gives what the next pass works with.
+
+    `rows`: the first of them, at least. `added`: makes a pass, given what a killed one had added up before a row.
+    """
     loaded, begun = None if job is None else job.load(), None
     if loaded is None:
         iteration = begin(rows.rows(0, 1)[0])

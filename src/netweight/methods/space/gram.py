@@ -150,9 +150,11 @@ def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, 
 
 
 def inner_products(one: AdapterStack, other: AdapterStack) -> Tensor:
-    """Inner products of every adapter of one stack with every one of another, shape `(n, m)`, fp64."""
-    # Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module,
-    # in fp32 (fp64 where factors are), summed over modules in fp64.
+    """Inner products of every adapter of one stack with every one of another, shape `(n, m)`, fp64.
+
+    Source: ⟨BA, B'A'⟩ = ⟨BᵀB', AA'ᵀ⟩; over n and m adapters two matrix products of n·rank × m·rank per module, in fp32
+    (fp64 where factors are), summed over modules in fp64.
+    """
     if one.shapes != other.shapes:
         raise UsageError("The adapters are of different modules or shapes: they belong to different models.")
     dtype = torch.promote_types(_precision(one), _precision(other))

@@ -84,8 +84,10 @@ def invert_loss(
     device: torch.device | str = "cpu",
     progress: Progress = QUIET,
 ) -> Inverted:
-    """Find the points of targets by descent on a loss, from the mean of the adapters."""
-    # Source: weights2weights (arXiv 2406.09413), inversion of single images.
+    """Find the points of targets by descent on a loss, from the mean of the adapters.
+
+    Source: weights2weights (arXiv 2406.09413), inversion of single images.
+    """
     if count < 1:
         raise UsageError("There is no target to invert.", cure="Give at least one image.")
     settings = settings or InversionSettings()
@@ -376,8 +378,10 @@ def generate_images(
     before: Tensor | None = None,
     rows: int = 64,
 ) -> Tensor:
-    """Images of prompts by the models of points `(b, k)`, shape `(b, seeds, 3, height, width)`, within 0 and 1."""
-    # `before`: points before an edit, shape `(b, k)`; None, with a delay, for the base model alone
+    """Images of prompts by the models of points `(b, k)`, shape `(b, seeds, 3, height, width)`, within 0 and 1.
+
+    `before`: points before an edit, shape `(b, k)`; None, with a delay, for the base model alone.
+    """
     if scores.ndim != 2 or not seeds or len(prompts) not in (1, len(seeds)):
         raise UsageError(
             f"Points of shape {tuple(scores.shape)} came with {len(prompts)} prompts and {len(seeds)} seeds.",
@@ -456,8 +460,10 @@ def _device(model: TextToImage) -> torch.device:
 
 
 def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str, Tensor]:
-    """Return changes under the denoiser's own names, without the pipeline's name of it in front."""
-    # `changes`: module → ΔW, shape `(…, rows, columns)`
+    """Return changes under the denoiser's own names, without the pipeline's name of it in front.
+
+    `changes`: module → ΔW, shape `(…, rows, columns)`.
+    """
     own = dict(denoiser.named_modules())
     renamed = {}
     for name, change in changes.items():

@@ -60,8 +60,11 @@ class LabelColumn:
         return self.known & (self.values == self.levels[1])
 
     def check(self, least: int = 2) -> None:
-        """Refuse labels from which no direction can be estimated."""
-        # `least`: models that must be known, of each class if the labels are binary
+        """Refuse labels from which no direction can be estimated.
+
+        Args:
+            least: Models that must be known, of each class if the labels are binary.
+        """
         count, levels = int(self.known.sum()), self.levels
         if len(levels) < 2:
             what = "no known value" if not levels else f"one value alone, {levels[0]:g}, in {count} models"

@@ -430,9 +430,11 @@ class ConditionalSampler:
         return cls(tuple(names), values, solved[-1], solved[:-1], rest, emphasis)
 
     def draw(self, count: int, *, seed: int, given: Mapping[str, float] | None = None) -> Tensor:
-        """See `Sampler`."""
-        # `given`: attributes that all points are to have; the others come from training models that are nearest in
-        # these, among the nearest tenth (at least 10), so that combinations stay those that occur
+        """See `Sampler`.
+
+        `given`: attributes that all points are to have; the others come from training models that are nearest in these,
+        among the nearest tenth (at least 10), so that combinations stay those that occur.
+        """
         given = dict(given or {})
         for name in given:
             if name not in self.columns:

@@ -559,8 +559,10 @@ def _spelling(bases: Mapping[str, int]) -> str | None:
 def _fits(
     kind: _Kind, shapes: Mapping[str, tuple[int, int]], kernels: Mapping[str, tuple[int, ...]], said: bool
 ) -> str | None:
-    """Return why adapters do not fit others: no module is the same, or one has another shape; else None."""
-    # `said`: whether they name the others' base; then they may change other parts of it, in one spelling
+    """Return why adapters do not fit others: no module is the same, or one has another shape; else None.
+
+    `said`: whether they name the others' base; then they may change other parts of it, in one spelling.
+    """
     shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
     denoisers = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))} & _DENOISERS
     if not shared and not (said and len(denoisers) < 2):

@@ -82,12 +82,14 @@ def import_published(
     skip_bad: bool = False,
     progress: Progress = QUIET,
 ) -> None:
-    """Turn the published matrix of adapters into a bank, some rows at a time."""
-    # Continues where a call was interrupted.
-    # `dimensions`: names of tensors, in the order of a row's entries → their shapes; by default from
-    # `weight_dimensions.pt`, beside the matrix or in a folder `files` above it, as it was published
-    # `names`: by default "model-000000" and so on
-    # `skip_bad`: whether rows with NaN or infinity are left out
+    """Turn the published matrix of adapters into a bank, some rows at a time.
+
+    Continues where a call was interrupted.
+
+    `dimensions`: names of tensors, in the order of a row's entries → their shapes; by default from
+    `weight_dimensions.pt`, beside the matrix or in a folder `files` above it, as it was published. `names`: by default
+    "model-000000" and so on. `skip_bad`: whether rows with NaN or infinity are left out.
+    """
     path = find_published(Path(source))
     if path is None:
         raise UsageError(f"{source} contains no published matrix.", cure=f"Give a file like {MATRIX}.")

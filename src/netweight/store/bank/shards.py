@@ -153,8 +153,11 @@ class Rows:
         return sum(tensor.nbytes for part in (self.down, self.up) for tensor in part.values())
 
     def not_finite(self) -> tuple[int, str] | None:
-        """Find the first adapter with NaN or infinity: its number and the module; None if there is none."""
-        # Returns: The adapter's number from 0, and the module's name.
+        """Find the first adapter with NaN or infinity: its number and the module; None if there is none.
+
+        Returns:
+            The adapter's number from 0, and the module's name.
+        """
         for column, name in enumerate(sorted(self.down)):
             good = self.scale[:, column].isfinite()
             for part in (self.down[name], self.up[name]):
@@ -188,8 +191,10 @@ class Rows:
 
 
 def rows_of_adapter(adapter: Adapter, modules: Mapping[str, tuple[int, int]]) -> Rows:
-    """Lay one adapter out as a shard holds it; modules that it lacks have no row."""
-    # `modules`: sorted names → shapes
+    """Lay one adapter out as a shard holds it; modules that it lacks have no row.
+
+    `modules`: sorted names → shapes.
+    """
     down, up, scale, rank = {}, {}, [], []
     any_dtype = next(iter(adapter.factors.values())).down.dtype
     for name in modules:
@@ -458,8 +463,10 @@ class BankWriter:
         stamps: Sequence[str] | None = None,
         contents: Sequence[str] | None = None,
     ) -> None:
-        """Add adapters laid out as a shard holds them; they are not copied. Errors as for `add`."""
-        # `contents`: their digests, of adapters that were found to contain no NaN when they were read
+        """Add adapters laid out as a shard holds them; they are not copied. Errors as for `add`.
+
+        `contents`: their digests, of adapters that were found to contain no NaN when they were read.
+        """
         if self._folder is None:
             raise UsageError(f"{self.path} is not open.", cure="Use `with BankWriter(...) as writer:`.")
         self._check(names, rows, shapes, finite=contents is not None)

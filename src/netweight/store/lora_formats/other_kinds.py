@@ -110,16 +110,22 @@ def _product(
 
 
 def with_core(down: Tensor, core: Tensor) -> Tensor:
-    """The down factor of a kernel that is written as a core between two factors, shape `(rank, columns)`."""
-    # `down`: shape `(rank, channels)`; `core`: shape `(rank, rank, sides)`
+    """The down factor of a kernel that is written as a core between two factors, shape `(rank, columns)`.
+
+    Args:
+        down: Shape `(rank, channels)`.
+        core: Shape `(rank, rank, sides)`.
+    """
     import torch
 
     return torch.einsum("ab...,bi->ai...", core, down.flatten(1)).flatten(1)
 
 
 def low_rank(tensors: Mapping[str, Tensor], scale: float, rank: int) -> tuple[LowRank, float]:
-    """LoHa, LoKr or a difference at most at a rank, and the square of what that leaves out."""
-    # `tensors`: role → tensor
+    """LoHa, LoKr or a difference at most at a rank, and the square of what that leaves out.
+
+    `tensors`: role → tensor.
+    """
     import torch
 
     from netweight.nn.lora import LowRank
@@ -191,8 +197,10 @@ def _kronecker(one: Tensor, other: Tensor, scale: float, rank: int) -> tuple[Low
 
 
 def with_magnitude(change: Tensor, weight: Tensor, magnitude: Tensor, *, by_row: bool) -> Tensor:
-    """Return the change of a weight by DoRA: m · (W + Δ) / ‖W + Δ‖ − W; in fp64, shape `(rows, columns)`."""
-    # `change`, `weight`: shape of the weight; `magnitude`: one number per row, or per column (input channel)
+    """Return the change of a weight by DoRA: m · (W + Δ) / ‖W + Δ‖ − W; in fp64, shape `(rows, columns)`.
+
+    `change`, `weight`: shape of the weight. `magnitude`: one number per row, or per column (input channel).
+    """
     whole = weight.double() + change.double().reshape(weight.shape)
     axes = [axis for axis in range(whole.ndim) if axis != (0 if by_row else 1)]
     norms = whole.square().sum(axes, keepdim=True).sqrt().clamp_min(1e-30)

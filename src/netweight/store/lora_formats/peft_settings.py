@@ -122,8 +122,10 @@ class LoraSettings:
         return int(_matching(self.ranks, module, self.rank))
 
     def scale(self, module: str, rank: int | None, where: Path) -> float:
-        """Return a module's scale."""
-        # `rank`: None where its tensors do not tell it
+        """Return a module's scale.
+
+        `rank`: none where its tensors do not tell it.
+        """
         stated = self.rank_of(module)
         rank = stated if rank is None else rank
         if stated != rank:

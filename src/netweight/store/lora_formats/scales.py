@@ -10,17 +10,23 @@ if TYPE_CHECKING:
 
 
 def alpha_of(scale: float, rank: int) -> float:
-    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it."""
-    # `rank`: at least 1
+    """Return the alpha for which alpha / rank is a scale, or nearest to it where no fp64 number is: a bit beside it.
+
+    `rank`: at least 1.
+    """
     near = scale * rank
     candidates = (float(round(near)), near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf))
     return min(candidates, key=lambda alpha: abs(alpha / rank - scale))
 
 
 def scaled_up(up: Tensor, factor: float) -> Tensor:
-    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64."""
-    # `up`: shape `(rows, rank)`, floating point
-    # Returns: A new tensor, shape `(rows, rank)`.
+    """Multiply an up factor: in its own dtype where that holds the product exactly, else rounded to fp32 or fp64.
+
+    `up`: shape `(rows, rank)`, floating point.
+
+    Returns:
+        A new tensor, shape `(rows, rank)`.
+    """
     import torch
 
     whole = up.double() * factor

@@ -183,8 +183,10 @@ def train_generated(
     model: LocalModel, clients: Sequence[Learner], embeddings: Sequence[Tensor], received: Tensors,
     training: LocalTraining, *, head: Literal["kept", "trained", "generated"],
 ) -> list[Generated]:  # fmt: skip
-    """Train hypernetwork and embedding of each client by SGD through the body that they generate."""
-    # Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
+    """Train hypernetwork and embedding of each client by SGD through the body that they generate.
+
+    Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
+    """
     group = _Group(model, clients, embeddings, received, training, generates_head=head == "generated")
     streams = [iter(Stream(model, client, training.epochs, training.batch_size)) for client in clients]
     gradients = rule_for(model)

@@ -91,8 +91,10 @@ def build_view(
     command: str | None = None,
     progress: Progress = QUIET,
 ) -> View:
-    """Generate the images of a page."""
-    # `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters
+    """Generate the images of a page.
+
+    `start`: name and scores, shape `(k,)`, of the point that sliders begin at; None for the mean of the adapters.
+    """
     settings = settings or RenderSettings()
     steps = _steps(space, directions, min(settings.components, space.components))
     if not steps:
@@ -193,8 +195,10 @@ def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderS
 
 
 def _thinned(n: int, most: int) -> list[int]:
-    """At most `most` of n models, evenly chosen."""
-    # `most`: how many to show, at least 1
+    """At most `most` of n models, evenly chosen.
+
+    `most`: largest number, at least 1.
+    """
     if most < 1:
         raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
     numbers: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
@@ -204,8 +208,10 @@ def _thinned(n: int, most: int) -> list[int]:
 def _map_of(
     space: WeightSpace, shown: Sequence[int], faces: NDArray[np.uint8], labels: Labels | None, neighbors: int
 ) -> AdapterMap:
-    """Put models on a map of the first components."""
-    # `faces`: a picture of each, shape `(shown, height, width, 3)`
+    """Put models on a map of the first components.
+
+    `faces`: a picture of each, shape `(shown, height, width, 3)`.
+    """
     names = [space.names[number] for number in shown]
     attributes = {} if labels is None else {name: column.values[list(shown)] for name, column in labels.columns.items()}
     scores = space.scores[list(shown)]
@@ -224,9 +230,10 @@ def _map_of(
 def _samples_of(
     space: WeightSpace, shown: Sequence[int], drawn: Tensor, images: NDArray[np.uint8], neighbors: int, sampler: Sampler
 ) -> Samples:
-    """Put drawn models beside the models on the map that are nearest to them."""
-    # `drawn`: points, shape `(n, k)`
-    # `images`: shape `(n, noises, height, width, 3)`
+    """Put drawn models beside the models on the map that are nearest to them.
+
+    `drawn`: points, shape `(n, k)`. `images`: shape `(n, noises, height, width, 3)`.
+    """
     note = f"A {type(sampler).__name__} drew them."
     return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
 
@@ -260,8 +267,10 @@ def live_pipeline(
     model: TextToImage, space: WeightSpace, settings: RenderSettings, shown: Sequence[int],
     reader: Reader | None = None,
 ) -> LivePipeline | str:  # fmt: skip
-    """Return what computes pictures of any point in a page, or in words why a page cannot."""
-    # `shown`: numbers of the adapters on the map
+    """Return what computes pictures of any point in a page, or in words why a page cannot.
+
+    `shown`: numbers of the adapters on the map.
+    """
     pipeline: Any = getattr(model, "pipeline", None)
     if why := _unfit(pipeline, space):
         return why
