@@ -95,7 +95,7 @@ def test_a_shard_that_fails_is_named(file, tmp_path):
     bad[3, 4] = numpy.nan
     numpy.save(tmp_path / "bad.npy", bad)
     shards = [MatrixShard(str(file)), MatrixShard(str(tmp_path / "bad.npy"))]
-    with pytest.raises(NetweightError, match=r"bad\.npy.* failed: .*Row 133 holds nan in column 4"):
+    with pytest.raises(NetweightError, match=r"bad\.npy.* failed: .*Row 133 contains nan in column 4"):
         fit_shards(shards, 5, folder=tmp_path / "kept", engine=in_process)
     numpy.save(tmp_path / "other.npy", numpy.zeros((4, 5)))
     with pytest.raises(UsageError, match="not parts of one matrix"):
