@@ -520,7 +520,7 @@ def test_a_client_has_as_many_examples_as_it_said_when_it_came(tmp_path):
         return reported(n=2**50)(reply, grid) if NODES[node] == 1 else boast(node, reply, grid)
 
     state, rounds = serve(new_grid(method, spoil=keep_to_it), method, tmp_path / "capped")
-    assert "it counts for 84" in rounds[0].suspects[1]
+    assert "its weight is that of 84" in rounds[0].suspects[1]
     assert all(value.abs().max() < 5 for value in state.values())
 
 

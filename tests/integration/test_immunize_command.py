@@ -162,7 +162,7 @@ def test_frozen_layers_and_withheld_categories_are_left_alone(case, tmp_path):
     assert not any(name.startswith(("model.layers.0.", "lm_head")) for name in moved)
     (training,) = read_report(tmp_path / "defended" / "immunize-report").sections  # five pairs are too few to look at
     assert training.missing_audits == ("depth", "fine-tuning attack")
-    assert "Pairs of rare were kept from it" in training.intro
+    assert "Pairs of rare were left out" in training.intro
 
 
 def test_bad_input_is_named_before_anything_is_written(case, tmp_path):

@@ -83,7 +83,7 @@ def test_what_cannot_be_painted_is_refused(folder, tmp_path):
         ((space, *full, "--components", 0), "no slider"),
         ((space, *full, "--start", "modl 3"), "nearest models are 'model 3'"),
         ((space, *full, "--labels", folder / "labels.csv", "--attribute", "agee"), "age"),
-        (("--out", out, "--prompt", PROMPT), "--prompt belongs to one"),
+        (("--out", out, "--prompt", PROMPT), "--prompt needs a SPACE"),
     ]:
         told = run(*arguments, code=2)["error"]
         assert says in f"{told['message']} {told['cure']}"

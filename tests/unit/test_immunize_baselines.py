@@ -90,7 +90,7 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     assert retain["retain"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     assert retain["retain"].weight == general["general"].weight == 3.0
     assert general["general"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
-    with pytest.raises(Unsupported, match="rmu measures against the original, which is kept while it trains"):
+    with pytest.raises(Unsupported, match="rmu compares with the original model, which is kept only during"):
         defense.kept(model, batch.harmless, batch.group)
 
 

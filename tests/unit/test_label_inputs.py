@@ -307,7 +307,7 @@ REFUSED = {
     "TorchScript": lambda d: (torchscript(d), "TorchScript"),
     "cut checkpoint": lambda d: (write(d, "cut.pt", saved(d, "t.pt", W).read_bytes()[:900]), "cut.pt"),
     "header without tensors": lambda d: (write(d, "e.safetensors", header({"__metadata__": {"a": "b"}})), "no tensors"),
-    "pointer of Git LFS": lambda d: (
+    "Git LFS pointer": lambda d: (
         language(d) and write(d, "model.safetensors", "version https://git-lfs.github.com/spec/v1\noid x\n").parent,
         "Git LFS"),
     "page of an error as weights": lambda d: (write(d, "model.safetensors", "<!doctype html>Not found"), "model.safe"),

@@ -33,9 +33,9 @@ def save(folder, kind):
     ("kind", "reason"),
     [
         ("t5", "T5ForConditionalGeneration, an encoder-decoder"),
-        ("bert", "BertModel, which generates no text"),
-        ("masked", "BertForMaskedLM, which generates no text"),
-        ("bare", "BertForSequenceClassification, which generates no text"),
+        ("bert", "BertModel, which does not generate text"),
+        ("masked", "BertForMaskedLM, which does not generate text"),
+        ("bare", "BertForSequenceClassification, which does not generate text"),
     ],
 )
 def test_other_models_are_refused_by_name_in_one_line(tmp_path, kind, reason):
@@ -61,7 +61,7 @@ def test_a_padding_token_without_a_row_is_replaced_and_other_new_tokens_are_refu
     model, tokens = load_causal_lm(tmp_path)
     assert tokens.pad_token == "</s>"
     check_tokens(model, tokens, [tokens("make a cake")["input_ids"]])
-    with pytest.raises(UsageError, match="'bomb', added to the tokenizer"):
+    with pytest.raises(UsageError, match="'bomb', which were added to the tokenizer"):
         check_tokens(model, tokens, [tokens("make a bomb")["input_ids"]])
 
 
@@ -103,7 +103,7 @@ CHANGES = {
         {"weights": lambda all: all | {LAYER: torch.zeros(3, 4)}}, rf"'{LAYER}' .*shape \(3, 4\).*\(64, 128\)",
     ),
     "a pointer in place of weights": (
-        {"files": {"model.safetensors": b"version https://git-lfs"}}, "is a pointer of Git LFS",
+        {"files": {"model.safetensors": b"version https://git-lfs"}}, "is a Git LFS pointer",
     ),
     "a number as text": ({"config": {"num_hidden_layers": "three"}}, "num_hidden_layers"),
     "heads that do not fit": ({"config": {"num_attention_heads": 5}}, "attention heads"),
