@@ -171,7 +171,7 @@ class Command(Generic[S]):
     example: str = ""
     """A command line that works."""
     arguments: tuple[Argument, ...] = ()
-    """Its positional arguments in their order, and options that are not settings."""
+    """Positional arguments in their order, and options that are not settings."""
     skip: tuple[str, ...] = ()
     """Settings that the command lacks."""
 
@@ -311,7 +311,7 @@ class Method(Command[S]):
     """Name → the audit; None for one that an attack makes or that needs what only its user has."""
     _: KW_ONLY
     verb: str = ""
-    """Its key in recipes; by default the command's words, joined by dashes."""
+    """Key of the method in recipes; by default the command's words, joined by dashes."""
     audited: bool | None = True
     """True if the command runs the audits unless `--audit` or `--no-audit` is given; None where it has no such
     option."""

@@ -104,7 +104,7 @@ class Cli:
     group: str = ""
     """Heading in the help, in place of the `options_group` of the field's class."""
     only_with: str = ""
-    """Of nested settings: the choice that they belong to, such as "method=siss"; the help shows them with it alone."""
+    """For nested settings: the choice that they belong to, such as "method=siss"; the help shows them with it alone."""
 
 
 class Settings(pydantic.BaseModel):
@@ -591,13 +591,13 @@ class Leaf:
     field: FieldInfo
     """Pydantic's description of the field."""
     kind: Any
-    """Its type without None."""
+    """Type of the setting without None."""
     metadata: tuple[Any, ...]
     """Entries of its `Annotated`, bounds included."""
     required: bool
     """True if it must be given."""
     default: Any
-    """Its default; None where there is none."""
+    """Default of the setting; None if there is none."""
     group: str
     """Heading in a command's help."""
     variant: str = ""

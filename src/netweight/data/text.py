@@ -33,7 +33,7 @@ class TextPair:
     """A prompt with a harmless and a harmful answer."""
 
     prompt: Text
-    """Prompt."""
+    """Prompt, as text or as a conversation."""
     chosen: Text
     """The harmless answer."""
     rejected: Text
@@ -52,7 +52,7 @@ class TextExample:
     """A prompt with a response."""
 
     prompt: Text
-    """Prompt."""
+    """Prompt, as text or as a conversation."""
     response: Text
     """The answer; an empty string where only the prompt is known."""
     categories: tuple[str, ...] = ()

@@ -449,7 +449,7 @@ class RegionCopies:
     """Similarity of one prompt's images and its training image in each region; an entry per image."""
 
     prompt: str
-    """The caption."""
+    """Caption of the training image."""
     kind: Kind
     """Kind of repetition of the training image."""
     share: float

@@ -27,7 +27,7 @@ class Planted:
     """A picture that training shows again and again."""
 
     caption: str
-    """Its odd caption."""
+    """Caption of the picture, unlike all others."""
     kind: Literal["verbatim", "template"]
     """Kind of repetition: always the same image, or a template with a field that changes."""
     picture: Tensor

@@ -46,7 +46,7 @@ class PeelingConfig:
     smoothness: float = 0.01
     """Weight of squared differences between neighboring pixels, at the first descent; it falls with it."""
     steps: int = 400
-    """Of the search that takes over where there are too many blocks to be undone."""
+    """Steps of the search that takes over if there are too many blocks to undo."""
     variation: float = 2.0
     """Weight of the mean difference of neighboring pixels there; it falls to a tenth."""
     restarts: int = 1

@@ -18,7 +18,7 @@ class ScoredEdit:
     """An edit with its score, and with its measurement if it was among the best."""
 
     edit: RefusalEdit
-    """The edit."""
+    """The edit that was scored."""
     score: Score
     """Score on the prompts that edits are chosen with."""
     measured: Refusal | None = field(default=None)

@@ -36,7 +36,7 @@ class MemorizedPair:
     name: str
     """The prompt, numbered where it comes several times."""
     prompt: str
-    """The prompt."""
+    """Prompt under which the image was memorized."""
     image: Tensor
     """The picture, float32 of shape `(3, height, width)`, within 0 and 1."""
     kind: Kind = "verbatim"

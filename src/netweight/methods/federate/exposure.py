@@ -79,11 +79,13 @@ class Exposure:
     aggregate: tuple[float, ...]
     """Cosine of the published aggregate's gradient with the client's first one: what is given away anyway."""
     psnr: tuple[float, ...] = ()
-    """Empty if none could be made."""
+    """PSNR in dB of the best reconstruction of each attacked update; empty if no image could be reconstructed."""
     ssim: tuple[float, ...] = ()
-    """Likewise."""
+    """SSIM of these reconstructions, without images that are smaller than its window."""
     random_psnr: tuple[float, ...] = ()
+    """PSNR in dB of a random image of another client instead, for each attacked update: a guess."""
     average_psnr: tuple[float, ...] = ()
+    """PSNR in dB of the average image of the other clients instead, for each attacked update."""
     tokens: tuple[float, ...] = ()
     """Share of tokens read at their places, where inputs are text, and that of the other clients' most frequent
     tokens.

@@ -33,7 +33,7 @@ class Learner:
     """Number of the client in the task."""
     weights: Weights
     seed: int
-    """Of its draws."""
+    """Seed of the client's random draws."""
     extra: Extra | None = None
     """Added to the gradients of plain steps of body and head."""
 

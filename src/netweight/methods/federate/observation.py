@@ -48,7 +48,7 @@ class Observation:
     images: Tensor
     """The client's inputs, shape `(n, …)`; truth."""
     labels: Tensor
-    """Their targets; truth. Shape `(n,)`."""
+    """True targets of the images, shape `(n,)`."""
     gradient: Tensor
     """The gradient of its loss on its examples by the body that it began with, shape `(P,)`; truth."""
     movement: Tensor

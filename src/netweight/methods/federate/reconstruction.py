@@ -76,7 +76,7 @@ class Evidence:
     bounds: Bounds
     """Least and greatest value of a pixel."""
     steps: int
-    """Local steps."""
+    """Number of local steps of the client."""
     batch_size: int
     """Images of a local step."""
     clients: int = 1

@@ -62,7 +62,7 @@ class Update:
     fault: str = ""
     """Reason why the reply cannot be used; empty for one that can be validated."""
     summed: tuple[Update, ...] = ()
-    """Of a secure sum or another joint update, each client's own, without tensors."""
+    """Updates of the single clients, without tensors, if this is a secure sum or another joint update."""
 
 
 def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
