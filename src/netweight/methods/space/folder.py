@@ -13,13 +13,13 @@ import torch
 
 from netweight.core.engines import Engine
 from netweight.core.files import read_record, write_record
-from netweight.core.lazy import import_named
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import bootstrap_cosine, direction_of, fit_direction
 from netweight.methods.space.edits import Move, edit
 from netweight.methods.space.gram import inner_products, norms_of, read_blocks
+from netweight.methods.space.image_reader import import_reader
 from netweight.methods.space.inversion import InversionTarget, InversionTask, invert_targets
 from netweight.methods.space.labels import Labels, read_labels
 from netweight.methods.space.points import (
@@ -83,7 +83,7 @@ def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progr
     from netweight.methods.space.edits import corrected_steps
     from netweight.methods.space.inversion import generate_differentiably
 
-    points, read = points_of(space, how.at).scores, import_named(str(how.reader), "The reader")
+    points, read = points_of(space, how.at).scores, import_reader(str(how.reader))
     model = load_text_to_image(str(how.pipeline), dtype=torch.float32, device=how.device)
     generate = partial(
         generate_differentiably, model, space, prompts=how.prompts, guidance=how.guidance, steps=how.steps

@@ -16,13 +16,13 @@ import torch
 from pydantic import Field, FilePath
 from torch import Tensor
 
-from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.space.audits import LEAST_AUDITED, spread_findings
 from netweight.methods.space.edits import EditCurve, curve_findings, edit_curve
 from netweight.methods.space.folder import invert_files
+from netweight.methods.space.image_reader import import_reader
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.points import Direction, NamedPoints, nearest
 from netweight.methods.space.settings import FolderInversion
@@ -70,7 +70,7 @@ class _World:
 
     def read(self, images: Tensor) -> Tensor:
         """Attributes of images `(n, 3, height, width)`, shape `(n, attributes)`."""
-        attributes = import_named(str(self.settings.reader), "The reader")(images)
+        attributes = import_reader(str(self.settings.reader))(images)
         return torch.stack([attributes[name] for name in self.names], 1)
 
     def of(self, scores: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def attack(target: Target, settings: PointImages, progress: Progress) -> Section
     world = _World(model, space, settings, ())
     findings, conclusions, figures = [], [], [_neighbors(world, points)]
     if settings.reader is not None:
-        first = import_named(settings.reader, "The reader")(world.generate(space.scores[:1]).flatten(0, 1))
+        first = import_reader(settings.reader)(world.generate(space.scores[:1]).flatten(0, 1))
         world = replace(world, names=tuple(first))
         trained = world.of(space.scores[: settings.models])
         if min(len(points.scores), len(trained)) >= LEAST_AUDITED:
@@ -191,7 +191,7 @@ _FOUND = Conclusion("space: inversion", [Criterion(_INVERTED, "lower", strict=Tr
 
 def check(model: Path | None, settings: PointImages) -> None:
     if settings.reader is not None:
-        import_named(settings.reader, "The reader")
+        import_reader(settings.reader)
     elif settings.image is not None:
         raise UsageError(
             "An image is inverted, and no reader of attributes is given to compare the result.", cure="Name a reader."
