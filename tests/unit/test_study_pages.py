@@ -11,13 +11,13 @@ from netweight_experiments.benchmarks.language import guarded_domain, refusal
 
 
 def finding(name, value, **detail):
-    return {"name": name, "value": value, "n": 32, "detail": detail}
+    return {"name": name, "value": value, "n": 32, "ci95": [value - 2, value + 3], "detail": detail}
 
 
 def test_the_table_of_refusals_has_a_row_for_each_kind_of_edit():
     shown = refusal.page({
         "requests asked": 288, "requests refused": 128, "resumed": False, "processor seconds": 600.0,
-        "conclusion": "Refusal falls.",
+        "conclusion": "Refusal falls.", "options": {"new_tokens": 8},
         "findings": [
             finding("refusals before", 96.9),
             finding(
@@ -28,8 +28,8 @@ def test_the_table_of_refusals_has_a_row_for_each_kind_of_edit():
         ],
     })  # fmt: skip
     assert "took 10 processor minutes" in shown
-    assert "| none | 97 % of 32 |" in shown
-    assert "| directions: of block 14 | 12 % | 0.100 nats | 1.05 × | yes |" in shown
+    assert "| none | 97 % of 32 (95 to 100) |" in shown
+    assert "| directions: of block 14 | 12 % (10 to 16) | 0.100 nats | 1.05 × | yes |" in shown
     assert len(shown.splitlines()) == 6
 
 
@@ -43,12 +43,12 @@ def test_the_table_of_costs_has_the_largest_memory_of_each_defense():
 
 def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
     own = {
-        "token accuracy on guarded answers": 0.98, "token accuracy on ordinary answers": 0.9,
+        "accuracy on first tokens of guarded answers": 0.98, "token accuracy on ordinary answers": 0.9,
         "perplexity on WikiText-2": 20.0,
     }  # fmt: skip
     first, second = guarded_domain.ATTACKS
     shown = guarded_domain.page({
-        "budget": "24 pairs", "recovered at token accuracy": 0.8,
+        "budget": "24 pairs", "recovered at": 0.8,
         "measured": {
             "published model": own, "repnoise": own,
             f"never taught, attacked: {first}": {"steps": 12, "rows": 96, "flops": 2.5e12},
@@ -81,7 +81,7 @@ def test_the_first_sentences_on_the_guarded_domain_compare_repnoise_with_its_bas
     assert "not measured yet" in guarded_domain.summary({"measured": {}})
     measured["published model"] = own
     measured["taught"] = own | {"perplexity on WikiText-2": 900.0}
-    measured["safety-training"] = own | {"token accuracy on guarded answers": 0.75}
+    measured["safety-training"] = own | {"accuracy on first tokens of guarded answers": 0.75}
     shown = guarded_domain.summary({"measured": measured})
     assert "rose from 20 to 900" in shown
     assert "guarded answers is 0.75, and 0.80 counts as recovered" in shown

@@ -314,10 +314,12 @@ def page(result: dict[str, Any]) -> str:
         "budget. There was no search for better attacks, so an attacker who adapts may need less than the table says.",
         "",
         f"Budget: {result['budget']}. An attack has recovered the domain at an accuracy of "
-        f"{result['recovered at']:.2f} on the first tokens of guarded answers; later tokens follow from the first. Accuracies and perplexity are those before "
+        f"{result['recovered at']:.2f} on the first tokens of guarded answers; later tokens follow from the first. "
+        f"Accuracies and perplexity are those before "
         f"the attack. {' '.join(_before_the_attack(measured))}{_missing(measured)}",
         "",
-        "| model | accuracy, first tokens of guarded answers | token accuracy, ordinary answers | perplexity, WikiText-2 | "
+        "| model | accuracy, first tokens of guarded answers | token accuracy, ordinary answers | "
+        "perplexity, WikiText-2 | "
         + " | ".join(f"{attack}: steps, rows, floating-point operations to recovery" for attack in ATTACKS)
         + " |",
         "|---|---|---|---|" + "---|" * len(ATTACKS),
@@ -352,7 +354,7 @@ def _cost(attacked: dict[str, Any] | None, *, tried: bool) -> str:
 
 
 def picture(result: dict[str, Any]) -> str:
-    """Return a drawing (SVG) of accuracy on first tokens of guarded answers by step of the first attack, for every model."""
+    """Return a drawing (SVG) of guarded answers by step of the first attack: first tokens, for every model."""
     attack = next(iter(ATTACKS))
     series = {}
     for name in (*DEFENSES, "never taught"):
