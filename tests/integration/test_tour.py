@@ -41,7 +41,7 @@ def toured(tmp_path_factory):
     interrupted.send_signal(signal.SIGINT)
     said, warned = interrupted.communicate(timeout=120)
     assert interrupted.returncode == 130, warned
-    assert "the same command continues from there" in re.sub(r"\s+", " ", warned)
+    assert "The same command continues from there" in re.sub(r"\s+", " ", warned)
     assert "federate (done by an earlier run)" in said
     assert not (out / "report.html").exists()
     finished = start("--out", out, "--jobs", 2, "--json")
