@@ -215,8 +215,8 @@ def refused_rounded(rng):
         "no-words": (b"", normalizers, gaps, kept, "shorter than a header"),
         "no-normalizers": (words, b"", gaps, kept, "missing or too many"),
         "no-gaps": (words, normalizers, b"", kept, "missing or too many"),
-        "words-of-bytes": (normalizers, normalizers, gaps, kept, "something else"),
-        "few-normalizers": (words, plain(np.zeros(10, "u1"), "U8"), gaps, kept, "something else"),
+        "words-of-bytes": (normalizers, normalizers, gaps, kept, "unexpected content"),
+        "few-normalizers": (words, plain(np.zeros(10, "u1"), "U8"), gaps, kept, "unexpected content"),
         "many-kept": (
             words,
             normalizers,
@@ -233,10 +233,10 @@ def refused_rounded(rng):
     }
     for name, (*parts, message) in sections.items():
         yield f"rounded-{name}", with_sections(blob, parts), "CorruptBlob", message
-    yield "rounded-shape", with_sections(blob, sections_of(blob), shape=(701,)), "CorruptBlob", "something else"
+    yield "rounded-shape", with_sections(blob, sections_of(blob), shape=(701,)), "CorruptBlob", "unexpected content"
     huge = with_sections(blob, sections_of(blob), shape=(1 << 61,))
     yield "rounded-huge", huge, "Unsupported", "too large"
-    yield "rounded-blocks", with_sections(blob, sections_of(blob), block=100), "CorruptBlob", "something else"
+    yield "rounded-blocks", with_sections(blob, sections_of(blob), block=100), "CorruptBlob", "unexpected content"
 
 
 def accepted_2(rng):

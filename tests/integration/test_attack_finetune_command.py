@@ -211,7 +211,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
     assert "Give benign rows" in CliRunner().invoke(netweight, ["attack", "finetune", *arguments]).output
     assert "no config.json" in refused("--base", str(tmp_path / "nothing"))
     assert "no chat template" in refused("--chat")
-    assert "'frozen' names no path" in refused("--also", "frozen")
+    assert "'frozen' does not name a path" in refused("--also", "frozen")
     assert "no config.json" in refused("--also", f"frozen={tmp_path / 'nothing'}")
     assert "compared with a base" in call(case, tmp_path / "out", "--also", f"b={case / 'base'}", base=False).output
     assert "No row has the category 'poetry'" in refused("--withhold", "poetry")

@@ -123,7 +123,7 @@ def test_the_base_is_found_beside_the_folder_and_by_the_variable(place, tmp_path
     shutil.copytree(place / "beside", tmp_path / "far")
     with open_store(tmp_path / "far") as store:
         assert store.get("new").shape == (300, 64)  # it needs no base
-        with pytest.raises(UsageError, match=r"differences from base-net .*not found"):
+        with pytest.raises(UsageError, match=r"differences from base-net .*cannot be found"):
             store.get("a")
     monkeypatch.setenv("NETWEIGHT_BASE", str(place))
     with open_store(tmp_path / "far") as store:
@@ -188,7 +188,7 @@ def test_chains_of_checkpoints(place, tmp_path):
     with pytest.raises(UsageError, match="the last of 8 models"):
         netweight.compress_folder(place / "one", tmp_path / "link9", base=last)
     shutil.rmtree(tmp_path / "link4")
-    with pytest.raises(UsageError, match=r"differences from link4 .*not found"):
+    with pytest.raises(UsageError, match=r"differences from link4 .*cannot be found"):
         netweight.decompress_folder(last, tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
@@ -264,7 +264,7 @@ def test_models_open_with_their_base(tmp_path):
     dense = netweight.dense_state_dict(found)
     assert all(torch.equal(dense[name], value) for name, value in base.state_dict().items())
     (tmp_path / "base").rename(tmp_path / "gone")
-    with pytest.raises(UsageError, match="not found"):
+    with pytest.raises(UsageError, match="cannot be found"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path / "net")
 
 

@@ -493,7 +493,7 @@ def test_a_number_belongs_to_the_node_that_is_registered_or_came_first(tmp_path,
     state, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path / "registered", nodes=registered)
     assert [done.refused for done in rounds] == [{}, {}]
     assert same(state, expected.state)
-    assert "Node 13 says that it is client 2; it is not registered as that" in caplog.text
+    assert "Node 13 claims to be client 2; it is not registered as this client" in caplog.text
 
     def arrive(node, reply, grid):
         grid.online.add(13)
@@ -632,7 +632,7 @@ def test_a_node_that_comes_later_takes_part(tmp_path):
 
 
 def test_a_server_has_no_data_and_needs_an_absolute_folder(tmp_path):
-    with pytest.raises(UsageError, match="is with the client"):
+    with pytest.raises(UsageError, match="does not have the data of client"):
         task_of_server(None).client(0)
     app = server_app(task_of_server, METHODS["fedavg"], folder="somewhere")
     with pytest.raises(UsageError, match="not absolute"):

@@ -224,7 +224,7 @@ def test_a_private_tensor_is_refused_under_masks_too(tmp_path, caplog):
 
 def test_messages_of_each_clients_own_have_no_sum(tmp_path):
     method = ToEachItsOwn()
-    with pytest.raises(UsageError, match="there is no sum"):
+    with pytest.raises(UsageError, match="cannot be summed"):
         serve(new_grid(method, secure_sum=True), method, tmp_path, secure_sum=True)
 
 

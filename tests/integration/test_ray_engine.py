@@ -128,5 +128,5 @@ def test_mistakes_are_named(cluster, monkeypatch):
     for wrong in ({"workers": 0}, {"cpus": 0}, {"gpus": -1}):
         with pytest.raises(UsageError, match="out of range"), ray_cluster(**wrong):
             pass
-    with pytest.raises(UsageError, match="connected already"), ray_cluster("auto"):
+    with pytest.raises(UsageError, match="connected to another cluster already"), ray_cluster("auto"):
         pass

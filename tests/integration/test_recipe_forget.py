@@ -212,10 +212,10 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     wrong = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
     for part in ("has 3 rows", "line 2: no prompt", "line 3: there is no file", "line 4: kind is 'exact'"):
         assert part in wrong
-    table.write_text("caption,image\na,0.png\n")
+    table.write_text("words,image\na,0.png\n")
     column = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]
     assert "no column 'prompt'" in column["message"]
-    assert column["cure"] == "Rename one in the table; it has: caption, image."
+    assert column["cure"] == "Rename one in the table; it has: words, image."
     (folder / "broken.png").write_bytes(b"no picture")
     table.write_text("prompt,image\na,broken.png\n")
     broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]

@@ -278,9 +278,9 @@ def test_checkpoints_that_cannot_be_resumed_from(tmp_path):
     (second / "trainer_state.json").unlink()
     with pytest.raises(UsageError, match=r"checkpoint-2 is not a complete checkpoint.*trainer_state\.json"):
         trainer().train(resume_from_checkpoint=str(second))
-    with pytest.raises(UsageError, match=r"of another model: it does not have \['transformer"):
+    with pytest.raises(UsageError, match=r"of another model: it lacks transformer"):
         trainer(gpt2).train(resume_from_checkpoint=True)
-    with pytest.raises(UsageError, match=r"other shapes or dtypes in \['lm_head.weight'"):
+    with pytest.raises(UsageError, match=r"with other shapes or dtypes lm_head\.weight"):
         trainer(lambda: llama().bfloat16()).train(resume_from_checkpoint=True)
     file = first / "model.net.safetensors"
     content = bytearray(file.read_bytes())

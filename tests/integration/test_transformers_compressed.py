@@ -426,7 +426,7 @@ def test_what_cannot_be_is_refused(tied, tmp_path):
 
 
 def test_folders_that_do_not_fit_are_refused_by_name(tied, tmp_path):
-    with pytest.raises(UsageError, match="one of a GPT2LMHeadModel"):
+    with pytest.raises(UsageError, match="belongs to a GPT2LMHeadModel"):
         transformers.GPT2LMHeadModel.from_pretrained(tied / "net")
     load = transformers.AutoModelForCausalLM.from_pretrained
     for dtype in (torch.int8, torch.float8_e4m3fn):

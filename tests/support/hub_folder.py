@@ -219,7 +219,7 @@ def _hostile(hub, good, inside):
         raw(f"{name}.safetensors", len(head).to_bytes(8, "little") + head.encode() + bytes(12), words)
     for name, config, words in (
         ("experts", {"target_parameters": ["experts.gate_up_proj"]}, "target_parameters"),
-        ("rank 0 said", {"r": 0}, "settings say 0"),
+        ("rank 0 said", {"r": 0}, "0 according to its settings"),
         ("rank in words", {"r": "two"}, "not numbers"),
         ("alpha without end", {"lora_alpha": float("inf")}, "scale of"),
         ("pattern in a list", {"rank_pattern": ["a"]}, "not numbers"),

@@ -11,7 +11,6 @@ import pytest
 from click.testing import CliRunner
 
 from netweight.cli import netweight
-from netweight.errors import UsageError
 from netweight_experiments.benchmarks import script
 
 
@@ -82,17 +81,6 @@ def test_every_script_has_options_that_a_command_line_can_give(name):
     module = pytest.importorskip(f"netweight_experiments.benchmarks.{name}")
     parser = script.parser_of(module.main, name, module.__doc__)
     assert "--output" in parser.format_help()
-
-
-def test_a_table_is_put_between_its_marks(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("before\n<!-- a -->\nold\n<!-- end -->\nafter\n")
-    for text in ("| new |", "| newer |"):
-        script.put(page, "<!-- a -->", "<!-- end -->", text)
-        assert page.read_text() == f"before\n<!-- a -->\n{text}\n<!-- end -->\nafter\n"
-    with pytest.raises(UsageError, match="has no place for the table") as caught:
-        script.put(page, "<!-- b -->", "<!-- end -->", "x")
-    assert "<!-- b -->" in caught.value.cure
 
 
 def test_the_most_memory_is_more_than_what_is_held():

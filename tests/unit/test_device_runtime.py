@@ -453,7 +453,7 @@ def test_an_embedding_decodes_the_chunks_of_its_rows(counts):
     assert len(counts.chunks) == 1
     with torch.no_grad():
         model(torch.tensor([5000]))
-    with pytest.raises(IndexError, match="a row that it has not"):
+    with pytest.raises(IndexError, match="a row that it does not have"):
         netweight.check_device()
 
 

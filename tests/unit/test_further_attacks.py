@@ -129,7 +129,7 @@ def test_a_picture_inverted_without_guidance_comes_back_and_a_noised_one_is_lost
 
 
 def test_what_cannot_be_attacked_so_is_refused(pipeline):
-    with pytest.raises(UsageError, match="there is none"):
+    with pytest.raises(UsageError, match="only one was given"):
         run(pipeline, SETTINGS.replace(starts=("relearn",)), others=[])
     with pytest.raises(Unsupported, match="'soft' needs a pipeline with a text encoder"):
         run(trained(), SETTINGS.replace(starts=("soft",)), image=planted_images()[0])

@@ -185,7 +185,7 @@ def test_no_weight_of_a_pipeline_is_drawn_at_random(part, folder):
     with pytest.raises(UsageError, match=f"The files of .*{part} lack the weight '.*{name.rpartition('.')[0][-7:]}"):
         load_text_to_image(folder)
     save_file(weights | {name: torch.full_like(weights[name], torch.nan)}, file)
-    with pytest.raises(UsageError, match="holds NaN or infinity"):
+    with pytest.raises(UsageError, match="contains NaN or infinity"):
         load_text_to_image(folder)
 
 

@@ -126,7 +126,7 @@ def test_without_published_numbers_what_was_measured_stands_alone():
         (lambda out: run_table("hyperfl-table5", out=out), NameNotFound, "hyperfl-table4"),
         (lambda out: run_table("hyperfl-table4", out=out, scale="huge"), UsageError, "small or paper"),
         (lambda out: run_table("hyperfl-table4", out=out, options={"model": "x"}), UsageError, "It takes: seconds"),
-        (lambda out: run_table("hyperfl-table4", out=out / "file" / "x"), UsageError, "cannot be made"),
+        (lambda out: run_table("hyperfl-table4", out=out / "file" / "x"), UsageError, "could not be created"),
     ],
 )
 def test_wrong_calls_are_refused_before_anything_is_measured(tmp_path, register, call, error, says):

@@ -193,7 +193,7 @@ def test_copies_collapse_and_strangers_are_told():
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(UsageError, match="at least 5"):
         neighbor_findings(torch.ones(2, 3), torch.ones(9, 3))
-    with pytest.raises(UsageError, match="twin"):
+    with pytest.raises(UsageError, match="identical copy"):
         neighbor_findings(torch.ones(9, 3), torch.ones(9, 3))
     with pytest.raises(UsageError, match="do not differ in 'b'"):
         spread_findings(torch.randn(9, 2), torch.tensor([[1.0, 1.0]] * 5 + [[2.0, 1.0]]), ["a", "b"])

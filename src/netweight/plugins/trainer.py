@@ -260,10 +260,14 @@ def read_folder(folder: str | Path, model: nn.Module) -> None:
         others = sorted(stored - own.keys())
         misfits = sorted(name for name in stored & own.keys() if not _fits(store.info(name), own[name]))
         if missing or others or misfits:
+            differences = (
+                ("lacks", missing),
+                ("has in addition", others),
+                ("has with other shapes or dtypes", misfits),
+            )
+            listed = (f"it {how} {', '.join(names[:5])}" for how, names in differences if names)
             raise UsageError(
-                f"{folder} is of another model: it does not have {missing[:5]}, it has "
-                f"{others[:5]}, and {misfits[:5]} have "
-                "other shapes or dtypes.",
+                f"{folder} is of another model: {'; '.join(listed)}.",
                 cure="Create the model with the configuration with which it was saved.",
             )
         with torch.no_grad():

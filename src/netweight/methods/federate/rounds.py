@@ -23,7 +23,7 @@ from netweight.methods.federate.updates import Tensors, Update, validate_updates
 # How a reason begins for a client whose own program failed.
 ANSWERED_WITH_ERROR = "answered with error"
 # What the reason says of a client that protects itself, which is not a failure.
-TAKES_NO_PART = "takes no part"
+TAKES_NO_PART = "does not take part"
 _LOG = logging.getLogger(__name__)
 
 

@@ -30,6 +30,7 @@ from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Rele
 from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult, Method
+from netweight.methods.federate.rounds import TAKES_NO_PART
 from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
@@ -292,7 +293,7 @@ class Answers:
         state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
-            raise UsageError(f"This client does not take part: it has answered the same state {again} times already.")
+            raise UsageError(f"This client {TAKES_NO_PART}: it has answered the same state {again} times already.")
         self._next = {
             "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
             "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
@@ -301,14 +302,14 @@ class Answers:
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
             raise UsageError(
-                f"This client does not take part: it has a privacy budget, but no ε can be stated for its answers: "
+                f"This client {TAKES_NO_PART}: it has a privacy budget, but no ε can be stated for its answers: "
                 f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an answer that has left cannot be taken back.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise UsageError(
-                f"This client does not take part: another answer would spend ε {spent.epsilon:.4g} for one "
+                f"This client {TAKES_NO_PART}: another answer would spend ε {spent.epsilon:.4g} for one "
                 f"{spent.unit} ({spent.adjacency}); the budget is {budget.epsilon:g} at δ {delta:g}."
             )
         return spent if about.releases else None
@@ -363,7 +364,7 @@ def _trained(
     trainings = method.train(task, model, [client], round=order.round, seed=seed)
     if not trainings:
         raise UsageError(
-            f"Client {client.number} does not take part in round {order.round}; its own log states the reason."
+            f"Client {client.number} {TAKES_NO_PART} in round {order.round}; its own log states the reason."
         )
     (trained,) = trainings
     metrics.update(trained.update.metrics)
