@@ -215,7 +215,9 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     table.write_text("words,image\na,0.png\n")
     column = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]
     assert "no column 'prompt'" in column["message"]
-    assert column["cure"] == "Rename one in the table; it has: words, image."
+    assert column["cure"] == (
+        "Rename one in the table; it has: words, image. The names that are read are prompt, caption, text."
+    )
     (folder / "broken.png").write_bytes(b"no picture")
     table.write_text("prompt,image\na,broken.png\n")
     broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]

@@ -112,7 +112,7 @@ def _column(table: Rows, names: Sequence[str]) -> str:
     if column is None:
         raise NameNotFound(
             f"{table.name} has no column {names[0]!r}.", cure=f"Rename one in the table; it has: "
-            f"{', '.join(table.columns)}. Read are {', '.join(names)}.",
+            f"{', '.join(table.columns)}. The names that are read are {', '.join(names)}.",
         )  # fmt: skip
     return column
 
