@@ -221,7 +221,7 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     (folder / "broken.png").write_bytes(b"no picture")
     table.write_text("prompt,image\na,broken.png\n")
     broken = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
-    assert broken.endswith("line 2 is not a picture that Pillow can read: its format is unknown.")
+    assert broken.endswith("line 2) is not a picture that Pillow can read: its format is unknown.")
     base = audit(folder, edited, tmp_path / "out", "--base", edited, code=(2,))["error"]["message"]
     assert "was made from another base" in base
     both = tmp_path / "both.txt"

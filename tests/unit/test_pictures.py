@@ -244,7 +244,7 @@ def test_tables_of_picture_folders_are_pairs(tmp_path, columns):
     assert read_pairs(tmp_path / "metadata.csv", (28, 28)).prompts == ["harbor"]
     assert read_prompts(tmp_path / "metadata.csv") == ["harbor"]
     (tmp_path / "odd.csv").write_text("url,TEXT\na.png,harbor\n")
-    with pytest.raises(UsageError, match=r"no column 'prompt'.*it has: url, TEXT\. Read are prompt, caption, text"):
+    with pytest.raises(UsageError, match=r"no column .prompt.*url, TEXT\. The names that are read are prompt"):
         read_pairs(tmp_path / "odd.csv", (28, 28))
     long = "x" * 5000
     (tmp_path / "long.csv").write_text(f"image,prompt\n{long},harbor\n")
