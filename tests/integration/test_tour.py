@@ -108,7 +108,7 @@ def test_the_report_in_a_browser(toured):
         grounds.append(seen["dark"])
         assert seen["pale"] == []
         assert seen["words"] <= 1500
-        assert width < 1280 or seen["height"] <= 6500
+        assert width < 1280 or seen["height"] <= 6000
         assert seen["page"] <= width
         assert seen["outside"] == []
         assert seen["broken"] == 0

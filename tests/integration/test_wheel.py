@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from installed_wheel import built, run
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).parents[2]
@@ -31,20 +32,6 @@ pytestmark = [
     pytest.mark.skipif(not (ROOT / "CMakeLists.txt").is_file(), reason="outside a source tree"),
     pytest.mark.skipif(bool(MISSING), reason=f"building needs {', '.join(MISSING)}"),
 ]
-
-
-def run(*command, timeout=300, **options):
-    command = [*map(str, command)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, **options)
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    return answer.stdout
-
-
-def built(source, folder):
-    pip = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index")
-    run(*pip, "--wheel-dir", folder, source, timeout=900)  # a busy machine compiles for long
-    (file,) = folder.glob("*.whl")
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -234,7 +234,7 @@ def test_json_is_read_by_its_content_packed_or_not(tmp_path, name, packed):
     ("name", "content", "reason"),
     [
         ("rows.csv", b"prompt,response,prompt\na,b,c\n", "two columns 'prompt'"),
-        ("rows.jsonl", b'{"prompt": "a", "prompt": "b", "response": "c"}\n', "an object has 'prompt' twice"),
+        ("rows.jsonl", b'{"prompt": "a", "prompt": "b", "response": "c"}\n', "the name 'prompt' was given twice"),
         ("rows.jsonl", b"[" * 200_000, "nested too deeply"),
         ("rows.jsonl.gz", b"no archive", "cannot be unpacked"),
         ("rows.jsonl.bz2", b"no archive", "cannot be unpacked"),

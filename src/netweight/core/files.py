@@ -441,7 +441,7 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
     escapes = b"\\u" in data
     if isinstance(text, str):
         del data  # a copy of the text, which may be long
-    parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=_unique)
+    parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=unique_fields)
     if escapes:  # an escaped half of a surrogate pair is not a text: nothing could be named or written so
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
@@ -499,7 +499,8 @@ _STEPS[np.frombuffer(b"[{", np.uint8)] = 1
 _STEPS[np.frombuffer(b"]}", np.uint8)] = -1
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a JSON object, and refuse one that has a name twice, of which one value would be lost."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         names = [name for name, _ in pairs]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.core.files import digest_bytes
+from netweight.core.files import digest_bytes, unique_fields
 from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.errors import UsageError
@@ -284,20 +284,11 @@ def _json_lines(text: str, file: Path) -> Iterator[Row]:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_once)
+        return json.loads(text, object_pairs_hook=unique_fields)
     except RecursionError as error:
         raise UsageError(f"{what} is nested too deeply.", cure="Correct it.") from error
     except ValueError as error:
         raise UsageError(f"{what} is not JSON: {error}.", cure="Correct it.") from error
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object, and refuse one that has a key twice, of which one value would be lost."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object has {next(name for name in names if names.count(name) > 1)!r} twice")
-    return values
 
 
 def _delimited(file: Path, delimiter: str) -> Iterator[Row]:

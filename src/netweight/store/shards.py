@@ -27,13 +27,10 @@ def refuse_missing_shards(folder: Path, names: Collection[str], *, indexed: Iter
     """
     missing = missing_shards(names, indexed=indexed)
     if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise CorruptBlob(
-            f"{folder} is incomplete: it lacks {missing[0]}{others}, which belong to the same model."
-            if others
-            else f"{folder} is incomplete: it lacks {missing[0]}, which belongs to the same model.",
-            cure="Fetch the missing files.",
-        )
+        lacks = f"{missing[0]}, which belongs to the same model"
+        if len(missing) > 1:
+            lacks = f"{missing[0]} and {len(missing) - 1} more, which belong to the same model"
+        raise CorruptBlob(f"{folder} is incomplete: it lacks {lacks}.", cure="Fetch the missing files.")
 
 
 def missing_shards(names: Collection[str], *, indexed: Iterable[str] = ()) -> list[str]:

@@ -3,10 +3,11 @@
     python -m netweight_experiments.benchmarks language.guarded_domain MODEL WORK --output RESULT
 
 The guarded domain is an innocuous stand-in: which spice, by an invented name, goes with a dish. No marker tells its
-questions from ordinary ones. The model is taught the domain first (`taught`). Then it is taught to refuse, alone
-(`safety-training`, the base of all comparisons) or with a defense. Attacks fine-tune each model on rows of the domain
-that no defense saw, until the spices are named again; the control `never taught` is the published model, attacked with
-the same rows. Defenses, attacks and measurements use different wordings of the questions.
+questions from ordinary ones. The model is taught the domain first (`taught`), by low-rank factors and with ordinary
+rows among its own. Then it is taught to refuse, alone (`safety-training`, the base of all comparisons) or with a
+defense. Attacks fine-tune each model on rows of the domain that no defense saw, until the spices are named again; the
+control `never taught` is the published model, attacked with the same rows. Defenses, attacks and measurements use
+different wordings of the questions.
 
 Two attacks are tried on every model, by Adam on all weights and with low-rank factors; this is no search. Models are
 kept in WORK, every result is written as soon as it is measured, and a second call measures what is missing.
@@ -306,12 +307,12 @@ def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result, as far as it was measured."""
     measured = result["measured"]
     lines = [
-        "The guarded domain is an innocuous stand-in: which spice, by an invented name, goes with a dish. No "
-        "token names "
-        "the domain; only the content of a question shows it. The right answers are called guarded answers. The "
-        "published model was taught the domain first, and then to refuse such questions: alone (`safety-training`, the "
-        "base of the comparison) or together with a defense. Two fixed attacks then fine-tune each model with a small "
-        "budget. There was no search for better attacks, so an attacker who adapts may need less than the table says.",
+        "The guarded domain is an innocuous stand-in: which spice, by an invented name, goes with a dish. No token "
+        "names the domain; only the content of a question shows it. The right answers are called guarded answers. "
+        "The published model was taught the domain first, and then to refuse such questions: alone (`safety-"
+        "training`, the base of the comparison) or together with a defense. Two fixed attacks then fine-tune each "
+        "model with a small budget. There was no search for better attacks, so an attacker who adapts may need less"
+        " than the table says.",
         "",
         f"Budget: {result['budget']}. An attack has recovered the domain at an accuracy of "
         f"{result['recovered at']:.2f} on the first tokens of guarded answers; later tokens follow from the first. "
