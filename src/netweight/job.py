@@ -143,7 +143,7 @@ class Result(Generic[C]):
     """Traceback of a failed run; None if it succeeded."""
     seconds: float
     """Wall-clock time of the run in seconds."""
-    remembered: bool
+    from_ledger: bool
     """True if the ledger had the result, so that nothing was run."""
 
     @property
@@ -187,7 +187,7 @@ def _as_they_come(keys: list[str], items: Sequence[C], results: Iterator[Result[
         waiting.setdefault(key, []).append(item)
     for result in results:
         for item in waiting[result.digest]:
-            yield Result(item, result.digest, result.value, result.error, result.seconds, result.remembered)
+            yield Result(item, result.digest, result.value, result.error, result.seconds, result.from_ledger)
 
 
 def _in_order(keys: list[str], items: Sequence[C], results: Iterator[Result[C]]) -> Iterator[Result[C]]:
@@ -198,7 +198,7 @@ def _in_order(keys: list[str], items: Sequence[C], results: Iterator[Result[C]])
             result = next(results)
             remembered[result.digest] = result
         held = remembered[key]
-        yield Result(item, key, held.value, held.error, held.seconds, held.remembered)
+        yield Result(item, key, held.value, held.error, held.seconds, held.from_ledger)
 
 
 def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Engine) -> Iterator[Result[C]]:
@@ -212,12 +212,12 @@ def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Eng
             if record is None or record["error"] is not None:
                 left.append(key)
             else:
-                yield Result(item, key, record["value"], None, record["seconds"], remembered=True)
+                yield Result(item, key, record["value"], None, record["seconds"], from_ledger=True)
         for index, outcome in engine(fn, [items[key] for key in left]) if left else ():
             key = left[index]
             record = _record(key, name, items[key], outcome)
             ledger.append(record)
-            yield Result(items[key], key, record["value"], record["error"], outcome.seconds, remembered=False)
+            yield Result(items[key], key, record["value"], record["error"], outcome.seconds, from_ledger=False)
 
 
 def _check_owner(ledger: Ledger, name: str) -> None:

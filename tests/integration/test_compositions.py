@@ -56,7 +56,7 @@ def trained(body, head, method):
 
 
 def told(run):
-    return [(each.loss, each.before, each.after, each.refused) for each in run.rounds]
+    return [(each.loss, each.before, each.after, each.refusals) for each in run.rounds]
 
 
 def compressed_weights(body):

@@ -41,7 +41,7 @@ from netweight.job import Job
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.accounting import guarantee, privacy_of
 from netweight.methods.federate.checkpoint import CHECKPOINT
-from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.settings import Budget
 from netweight.plugins.flower import (
     HISTORY,
@@ -195,8 +195,8 @@ def test_a_faulty_client_is_named_and_the_round_goes_on(fault, tmp_path, caplog)
     change, said = FAULTS[fault]
     method = METHODS["fedavg"]
     state, rounds = serve(new_grid(method, spoil=spoiled(change)), method, tmp_path, rounds=3)
-    assert [list(done.refused) for done in rounds] == [[], [1], []]
-    assert said in rounds[1].refused[1]
+    assert [list(done.refusals) for done in rounds] == [[], [1], []]
+    assert said in rounds[1].refusals[1]
     assert sorted(rounds[1].after) == [0, 2]
     assert "client 1 left out" in caplog.text
     assert all(value.isfinite().all() for value in state.values())
@@ -213,7 +213,7 @@ def test_a_faulty_client_is_named_and_the_round_goes_on(fault, tmp_path, caplog)
 def test_faulty_low_rank_factors_are_refused(change, said, tmp_path):
     method = METHODS["hyperfl"]
     state, rounds = serve(new_grid(method, spoil=spoiled(change)), method, tmp_path)
-    assert said in rounds[1].refused[1]
+    assert said in rounds[1].refusals[1]
     assert all(value.isfinite().all() for value in state.values())
 
 
@@ -228,7 +228,7 @@ def test_low_rank_factors_for_a_message_of_its_own_are_taken_as_what_they_are(tm
 
     method = METHODS["pfedhn"]
     _, rounds = serve(new_grid(method, spoil=spoiled(with_arrays(factors))), method, tmp_path)
-    assert [dict(done.refused) for done in rounds] == [{}, {}]
+    assert [dict(done.refusals) for done in rounds] == [{}, {}]
 
 
 def test_a_client_whose_update_was_refused_goes_on_from_where_it_was(tmp_path):
@@ -265,7 +265,7 @@ def test_a_superlink_whose_database_is_locked_is_asked_again(call, tmp_path, mon
     state, rounds = serve(grid, method, tmp_path, rounds=2)
     assert same(state, plain)
     assert not codes
-    assert not any(done.refused for done in rounds)
+    assert not any(done.refusals for done in rounds)
     codes.append(403)
     with pytest.raises(Failed):
         serve(grid, method, tmp_path / "forbidden", rounds=1)
@@ -285,22 +285,22 @@ def test_an_exception_in_a_client_is_named(tmp_path):
     with pytest.raises(FederationStopped, match=r"the disk is gone.* in each of the 2 rounds"):  # no quiet end
         serve(grid, method, tmp_path)
     history = json.loads((tmp_path / HISTORY).read_text())["rounds"]
-    assert all("the disk is gone" in done["refused"]["1"] for done in history)
+    assert all("the disk is gone" in done["refusals"]["1"] for done in history)
 
 
 def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
     """Client 0 has the fewest examples, 20, which make 3 steps; the others 3 and 4."""
-    method = Hardened(METHODS["hyperfl"], minimum_steps=4)
+    method = HardenedMethod(METHODS["hyperfl"], minimum_steps=4)
     _, rounds = serve(new_grid(method), method, tmp_path, min_clients=1)
     assert sorted(rounds[0].after) == [2]
-    assert all("does not take part in round 1" in rounds[0].refused[client] for client in (0, 1))
+    assert all("does not take part in round 1" in rounds[0].refusals[client] for client in (0, 1))
     assert "local steps are fewer than 4" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
 def test_noise_is_not_drawn_from_a_seed_that_the_server_knows(name, tmp_path):
     """Two runs of the same federation differ, and both from what the server could work out."""
-    method = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
+    method = {**METHODS, "hardened": HardenedMethod(METHODS["fedavg"], UpdateNoise(1.0, 0.1))}[name]
     first, _ = serve(new_grid(method, seed=None), method, tmp_path / "first", rounds=1)
     second, _ = serve(new_grid(method, seed=None), method, tmp_path / "second", rounds=1)
     run = train(whole_task(), method, averaged(rounds=1), workers=1)
@@ -385,7 +385,7 @@ def test_of_twenty_nodes_with_two_slow_and_a_killed_server_nothing_is_lost(tmp_p
     expected = train(whole, Silent(method, slow), averaged(rounds=3), workers=1)
     assert same(state, expected.state, TOLERANCE)
     assert [done.after for done in rounds] == [done.after for done in expected.rounds]
-    assert [done.refused for done in rounds] == [dict.fromkeys(slow, "sent nothing")] * 3
+    assert [done.refusals for done in rounds] == [dict.fromkeys(slow, "sent nothing")] * 3
 
 
 class Alike(Silent):
@@ -403,7 +403,7 @@ def test_a_resumed_federation_without_one_node_bounds_updates_as_the_engine_does
     grid = new_grid(method, tmp_path / "nodes")
     grid.online.discard(12)
     state, rounds = serve(grid, method, tmp_path, rounds=2, **bounded)
-    assert list(rounds[1].refused) == [2]
+    assert list(rounds[1].refusals) == [2]
     task, silent = whole_task(), Alike(method, {2}, since=2)
     expected, plain = (
         train(task, silent, Federation(rounds=2, min_clients=2, aggregator=name), workers=1).state
@@ -417,7 +417,7 @@ def test_a_method_without_private_tensors_is_resumed_without_a_folder(tmp_path):
     method = METHODS["fedavg"]
     serve(new_grid(method), method, tmp_path, rounds=1)
     state, rounds = serve(new_grid(method), method, tmp_path, rounds=2)
-    assert rounds[1].refused == {}
+    assert rounds[1].refusals == {}
     assert same(state, train(whole_task(), method, averaged(rounds=2), workers=1).state)
 
 
@@ -482,7 +482,7 @@ def test_each_client_can_be_sent_a_message_of_its_own(tmp_path):
 def test_two_nodes_with_one_number_are_both_left_out(tmp_path):
     method, nodes = METHODS["fedavg"], {10: 0, 11: 1, 12: 2, 13: 2, 14: 9}
     _, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path)
-    assert rounds[0].refused == {2: "is claimed by 2 nodes"}
+    assert rounds[0].refusals == {2: "is claimed by 2 nodes"}
 
 
 def test_a_number_belongs_to_the_node_that_is_registered_or_came_first(tmp_path, caplog):
@@ -491,7 +491,7 @@ def test_a_number_belongs_to_the_node_that_is_registered_or_came_first(tmp_path,
     expected = train(whole_task(), method, averaged(rounds=2), workers=1)
     registered = {10: 0, 11: 1, 12: 2}
     state, rounds = serve(new_grid(method, nodes=nodes), method, tmp_path / "registered", nodes=registered)
-    assert [done.refused for done in rounds] == [{}, {}]
+    assert [done.refusals for done in rounds] == [{}, {}]
     assert same(state, expected.state)
     assert "Node 13 claims to be client 2; it is not registered as this client" in caplog.text
 
@@ -510,7 +510,7 @@ def test_a_client_has_as_many_examples_as_it_said_when_it_came(tmp_path):
     method = METHODS["fedavg"]
     grid = new_grid(method, spoil=spoiled(reported(n=2**40)))
     _, rounds = serve(grid, method, tmp_path)
-    assert rounds[1].refused == {1: "says that it has 1099511627776 examples; it registered 24"}
+    assert rounds[1].refusals == {1: "says that it has 1099511627776 examples; it registered 24"}
 
     def boast(node, reply, grid):
         boasts = reply.metadata.message_type == "query" and NODES[node] == 1
@@ -529,14 +529,14 @@ def test_finite_values_of_any_size_are_bounded_and_named(tmp_path):
     method = METHODS["fedavg"]
     grid = new_grid(method, spoil=spoiled(first(lambda value: np.full_like(value, 1e30))))
     state, rounds = serve(grid, method, tmp_path)
-    assert rounds[1].refused == {}
+    assert rounds[1].refusals == {}
     assert "times as far as the median client" in rounds[1].suspects[1]
     assert all(value.abs().max() < 5 for value in state.values())
 
 
 @pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
 def test_beside_noise_neither_losses_nor_numbers_of_examples_are_sent(name, tmp_path):
-    method, seen = {**METHODS, "hardened": Hardened(METHODS["fedavg"], UpdateNoise(1.0, 2.0))}[name], []
+    method, seen = {**METHODS, "hardened": HardenedMethod(METHODS["fedavg"], UpdateNoise(1.0, 2.0))}[name], []
 
     def look(node, reply, grid):
         metrics = reply.content.metric_records.get("metrics", {})
@@ -581,7 +581,7 @@ def test_a_state_is_answered_a_few_times_only(folder, tmp_path, caplog):
 
 
 def test_what_is_spent_is_counted_on_the_clients_disk_and_never_passes_the_budget(tmp_path, caplog):
-    method, folder = Hardened(METHODS["fedavg"], UpdateNoise(1.0, 4.0)), tmp_path / "nodes"
+    method, folder = HardenedMethod(METHODS["fedavg"], UpdateNoise(1.0, 4.0)), tmp_path / "nodes"
     budget = Budget(epsilon=5.0)
     allowed = max(
         k for k in range(1, 8) if guarantee([privacy_of(method, 20)] * k, budget.delta).epsilon <= budget.epsilon

@@ -65,7 +65,7 @@ class WithoutTheThird:
         return (0, 1), {2: "gone"}
 
     def collect(self, trial):
-        there = [Client(client, self.run.private[client], sent) for client, sent in trial.sent.items()]
+        there = [Client(client, self.run.private[client], sent) for client, sent in trial.messages.items()]
         model = LocalModel(self.run.task)
         trained = self.run.method.train(self.run.task, model, there, round=trial.round, seed=self.run.seed)
         return [one.update for one in trained]
@@ -103,7 +103,7 @@ def test_the_example_learns_what_the_engine_of_one_process_learns(deployment, ex
     assert finished(deployment, folder, run, rounds=1), deployment.log("server")[-3000:]
     assert largest_difference(folder, expected.state) < TOLERANCE
     rounds = json.loads((folder / HISTORY).read_text())["rounds"]
-    assert [done["refused"] for done in rounds] == [{}]
+    assert [done["refusals"] for done in rounds] == [{}]
     assert rounds[0]["after"] == {str(client): value for client, value in expected.rounds[0].after.items()}
     for client in range(3):  # each head is on its own node's disk, and is the one of the other engine
         exported = export_private(
@@ -129,7 +129,7 @@ def test_a_node_that_claims_all_examples_and_another_constant_is_named_and_bound
     run = deployment.run(app, **config)
     assert finished(deployment, folder, run, rounds=1), deployment.log("server")[-3000:]
     (done,) = json.loads((folder / HISTORY).read_text())["rounds"]
-    assert done["refused"] == {"2": "says that it has 1125899906842624 examples; it registered 500"}
+    assert done["refusals"] == {"2": "says that it has 1125899906842624 examples; it registered 500"}
     with open_store(folder / CHECKPOINT) as store:
         assert all(store.get(name).abs().max() < 2 for name in store.names() if name.startswith("state|"))
 
@@ -145,6 +145,6 @@ def test_a_dropped_node_is_named_and_the_federation_goes_on(deployment, expected
     assert finished(deployment, folder, run, rounds=2), deployment.log("server")[-3000:]
     rounds = json.loads((folder / HISTORY).read_text())["rounds"]
     assert rounds[:1] == before
-    assert list(rounds[1]["refused"]) == ["2"]
+    assert list(rounds[1]["refusals"]) == ["2"]
     assert sorted(rounds[1]["after"]) == ["0", "1"]
     assert largest_difference(folder, after_a_round_without_the_third(expected)) < TOLERANCE

@@ -31,7 +31,7 @@ def test_the_sum_is_the_engines(name, tmp_path):
     assert same(state, run.state, 3 * STEP)
     assert not same(state, run.state, STEP / 1e4)  # it did go through the rounding of masked sums
     assert rounds[0].after == run.rounds[0].after
-    assert rounds[0].refused == {}
+    assert rounds[0].refusals == {}
 
 
 def test_no_update_is_to_be_seen(tmp_path):
@@ -63,7 +63,7 @@ def test_who_vanishes_while_it_is_summed_is_left_out(message, tmp_path):
     grid.spoil = vanish
     state, rounds = serve(grid, method, tmp_path, secure_sum=True, rounds=1)
     counts = message == 4  # its masked change is there, and the others have the shares that undo its mask
-    assert rounds[0].refused == ({} if counts else {1: "sent nothing"})
+    assert rounds[0].refusals == ({} if counts else {1: "sent nothing"})
     reference = new_grid(method, spoil=lambda node, reply, g: None if NODES[node] == 1 and not counts else reply)
     other, _ = serve(reference, method, tmp_path / "clear", rounds=1)
     assert same(state, other, 3 * STEP)
@@ -147,7 +147,7 @@ def test_a_claim_of_many_examples_takes_no_part_in_a_sum(tmp_path, monkeypatch):
 
     grid = new_grid(method, nodes=nodes, secure_sum=True, spoil=claim)
     state, rounds = serve(grid, method, tmp_path, secure_sum=True, rounds=1)
-    assert rounds[0].refused[3].startswith("says that it has 1099511627776 examples, more than")
+    assert rounds[0].refusals[3].startswith("says that it has 1099511627776 examples, more than")
     monkeypatch.undo()
     honest, _ = serve(new_grid(method, secure_sum=True), method, tmp_path / "honest", secure_sum=True, rounds=1)
     assert same(state, honest, 6 * STEP)

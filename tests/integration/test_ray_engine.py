@@ -60,7 +60,7 @@ def test_single_runs_fail_alone_and_a_ledger_does_not_know_its_engine(cluster, t
     with ray_cluster() as engine:
         results = list(map_runs(work, configs, ledger=tmp_path / "ledger", engine=engine, ordered=True))
         assert [result.ok for result in results] == [deed == "square" for deed in deeds]
-        assert [result.remembered for result in results] == [number == 3 for number in range(6)]
+        assert [result.from_ledger for result in results] == [number == 3 for number in range(6)]
         assert results[3].digest == remembered.digest
         assert "ValueError: number 1 is unwell" in results[1].error
         assert all("Ray lost the worker process of the task" in results[number].error for number in (2, 4))
@@ -110,7 +110,7 @@ def test_a_killed_study_continues(cluster, tmp_path, traces):
     with ray_cluster() as engine:
         results = list(map_runs(work, configs, ledger=ledger, engine=engine))
     assert [result.ok for result in results] == [True] * 6
-    assert [result.remembered for result in results].count(True) == done
+    assert [result.from_ledger for result in results].count(True) == done
 
 
 @pytest.mark.study  # test_space_fit_processes.py fits over shards in processes of this machine

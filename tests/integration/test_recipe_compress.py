@@ -43,7 +43,7 @@ def test_quickstart_compresses_and_proves_it(model):
 def test_a_second_run_is_remembered_and_the_plan_names_the_audit(model):
     assert "audits: identity" in run(model, "--plan").stdout
     assert run(model).exit_code == 0
-    assert json.loads(run(model, "--json").stdout)["steps"][0]["remembered"] is True
+    assert json.loads(run(model, "--json").stdout)["steps"][0]["from_ledger"] is True
 
 
 def test_all_settings_are_those_of_the_command(model, tmp_path):

@@ -46,7 +46,7 @@ def test_a_federation_is_trained_attacked_and_remembered(call):
     assert "server could have seen" in seen.title
     assert "done by an earlier run" in call("--plan").stdout
     (again,) = json.loads(call("--json").stdout)["steps"]
-    assert again["remembered"] is True
+    assert again["from_ledger"] is True
     assert again["findings"] == step["findings"]
     assert not [path for path in Path("out").iterdir() if path.name.startswith(".")]
 

@@ -72,7 +72,7 @@ def test_one_recipe_forgets_looks_and_searches(done):
     assert images.missing_audits == ()
     assert (second.title, len(second.figures)) == ("2. embedding: Search for embeddings", 3)
     assert {"original", "edited"} <= {row[0] for row in second.tables[0].rows}
-    assert again["steps"][0]["remembered"]
+    assert again["steps"][0]["from_ledger"]
     assert again["steps"][0]["findings"] == forgotten["findings"]
     assert again["steps"][1]["findings"] == searched["findings"]
     record = json.loads((folder / forgotten["path"] / "forget" / "001.json").read_text())

@@ -53,7 +53,7 @@ def test_one_recipe_defends_attacks_both_and_writes_one_report(here):
     assert len(second.figures) == 2  # one seed: no curve over runs
     lines = Path("out/attacks.jsonl").read_text()
     again = run(*call)
-    assert json.loads(again.stdout)["steps"][0]["remembered"] is True
+    assert json.loads(again.stdout)["steps"][0]["from_ledger"] is True
     assert Path("out/attacks.jsonl").read_text() == lines
     attack = shipped("attack-finetune.yaml", "base: my-model", "base: model")
     answer = run(attack, "--subject", defended["path"], "--output", "alone", "--json")

@@ -77,13 +77,13 @@ def test_a_bank_becomes_adapters_of_drawn_and_moved_points(here, tmp_path):
 def test_a_changed_step_leaves_those_before_it_alone_and_the_plan_says_so(here):
     first = here()
     told = here("--plan", change=("rank: 4", "rank: 2"))["plan"]["steps"]
-    assert [step["done"] for step in told] == [True, True, True, False]
+    assert [step["finished"] for step in told] == [True, True, True, False]
     second = here(change=("rank: 4", "rank: 2"))
-    assert [step["remembered"] for step in second["steps"]] == [True, True, True, False]
+    assert [step["from_ledger"] for step in second["steps"]] == [True, True, True, False]
     assert [step["path"] for step in second["steps"]][:3] == [step["path"] for step in first["steps"]][:3]
     Path("labels.csv").write_text(Path("labels.csv").read_text() + "\n")  # a file that a setting names
     told = here("--plan")["plan"]["steps"]
-    assert [step["done"] for step in told] == [True, True, False, False]
+    assert [step["finished"] for step in told] == [True, True, False, False]
 
 
 def test_without_a_rank_files_hold_the_points_themselves(here):

@@ -82,11 +82,11 @@ def test_an_immunized_model_is_compressed_and_attacked_as_it_will_be_published(r
     values = [[f["value"] for f in each["findings"]["finetune"] if f["unit"] != "s"] for each in (attacked, alone)]
     assert values[0] == values[1]
     told = call("release.yaml", Path("release.yaml").read_text(), "--subject", "model", "--output", "out", "--plan")
-    assert [step["done"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, True, True]
+    assert [step["finished"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, True, True]
     # A changed later step leaves the defense alone.
     text = Path("release.yaml").read_text().replace("level: max", "level: fast")
     told = call("release.yaml", text, "--subject", "model", "--output", "out", "--plan")
-    assert [step["done"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, False, False]
+    assert [step["finished"] for step in (*told["plan"]["steps"], *told["plan"]["attacks"])] == [True, False, False]
 
 
 @pytest.mark.usefixtures("two_step_anchors")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported
 from netweight.methods.federate import ClientData, Task
-from netweight.methods.federate.clipped_gradients import Clipped, PrivateStep, by_layers, by_vmap, clipped_sum
+from netweight.methods.federate.clipped_gradients import ClippedGradients, PrivateStep, by_layers, by_vmap, clipped_sum
 from netweight.methods.federate.local_model import LocalModel
 
 
@@ -20,7 +20,7 @@ def double_model(body: nn.Module, head: nn.Module, inputs: Tensor, targets: Tens
     return LocalModel(Task(body.double(), head.double(), [ClientData(part, part)]))
 
 
-def loop(model: LocalModel, batch: tuple[Tensor, Tensor], mask: Tensor, trains: str, clip: float) -> Clipped:
+def loop(model: LocalModel, batch: tuple[Tensor, Tensor], mask: Tensor, trains: str, clip: float) -> ClippedGradients:
     """The same by its definition: a gradient for each example, clipped, added."""
     body, head = model.task.initial_body(), model.task.initial_head()
     sums, losses, norms = [torch.zeros_like(body), torch.zeros_like(head)], [], []
@@ -38,10 +38,10 @@ def loop(model: LocalModel, batch: tuple[Tensor, Tensor], mask: Tensor, trains: 
             for total, gradient in zip(sums, gradients, strict=True):
                 total += gradient * min(1.0, clip / norm)
     kept = (sums[0] if trains != "head" else None, sums[1] if trains != "body" else None)
-    return Clipped(*kept, torch.stack(losses).mean(), torch.tensor(norms, dtype=body.dtype))
+    return ClippedGradients(*kept, torch.stack(losses).mean(), torch.tensor(norms, dtype=body.dtype))
 
 
-def assert_same(found: Clipped | None, wanted: Clipped, mask: Tensor) -> None:
+def assert_same(found: ClippedGradients | None, wanted: ClippedGradients, mask: Tensor) -> None:
     assert found is not None
     for mine, other in ((found.body, wanted.body), (found.head, wanted.head)):
         assert (mine is None) == (other is None)

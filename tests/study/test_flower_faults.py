@@ -84,7 +84,7 @@ def test_a_simulation_goes_through_its_rounds_with_every_client(tmp_path, expect
         assert simulation.living() == {}
     # Its nodes have no settings of their own, so that clients draw secret seeds: weights are others than the engine's.
     assert 0 < largest_difference(folder, expected[2].state) < 1
-    assert [(set(done["after"]), done["refused"]) for done in history(folder)] == [({"0", "1", "2"}, {})] * 2
+    assert [(set(done["after"]), done["refusals"]) for done in history(folder)] == [({"0", "1", "2"}, {})] * 2
 
 
 def test_a_simulation_goes_on_when_a_worker_of_ray_dies(tmp_path):
@@ -122,7 +122,7 @@ def test_a_killed_server_costs_one_round(deployment, expected):
     first = history(folder)
     assert deployment.finish(deployment.run(EXAMPLE, **config)) == "finished:completed"
     assert history(folder)[: len(first)] == first
-    assert [done["refused"] for done in history(folder)] == [{}, {}]
+    assert [done["refusals"] for done in history(folder)] == [{}, {}]
     assert largest_difference(folder, expected[2].state) < TOLERANCE
 
 
@@ -133,7 +133,7 @@ def test_a_hanging_client_is_named_and_the_round_goes_on(deployment):
     run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
     assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
     (done,) = history(folder)
-    assert done["refused"] == {"1": "sent nothing"}
+    assert done["refusals"] == {"1": "sent nothing"}
     assert sorted(done["after"]) == ["0", "2"]
 
 
@@ -145,7 +145,7 @@ def test_a_node_that_is_killed_in_a_round_is_named_before_the_time_is_over(deplo
     deployment.kill("node-2")
     assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
     (done,) = history(folder)
-    assert "answered with error" in done["refused"]["2"]
+    assert "answered with error" in done["refusals"]["2"]
     assert done["seconds"] < 390
     assert sorted(done["after"]) == ["0", "1"]
 
@@ -158,7 +158,7 @@ def test_a_secure_sum_is_the_engines(deployment, expected):
     difference = largest_difference(folder, expected[1].state)
     assert STEP / 1e4 < difference < 3 * STEP + TOLERANCE
     (done,) = history(folder)
-    assert done["refused"] == {}
+    assert done["refusals"] == {}
 
 
 def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
@@ -167,7 +167,7 @@ def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
     run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
     assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
     (done,) = history(folder)
-    assert "out of memory" in done["refused"]["1"]
+    assert "out of memory" in done["refusals"]["1"]
     assert sorted(done["after"]) == ["0", "2"]
 
 
@@ -197,7 +197,7 @@ def test_twenty_nodes_two_slow_one_killed_in_a_round_and_a_killed_server(tmp_pat
     finally:
         place.stop()
     assert history(folder)[0] == first[0]
-    assert set(first[0]["refused"]) == {"3", "7", "12"}
+    assert set(first[0]["refusals"]) == {"3", "7", "12"}
     assert len(first[0]["after"]) == 17
-    assert "7" in history(folder)[1]["refused"]
+    assert "7" in history(folder)[1]["refusals"]
     assert len(history(folder)[1]["after"]) >= 17

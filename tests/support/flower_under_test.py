@@ -195,12 +195,12 @@ class ToEachItsOwn:
                 Update(
                     client.number,
                     task.client(client.number).n,
-                    {"number": client.received["number"] + 10 * client.number},
+                    {"number": client.message["number"] + 10 * client.number},
                     round,
                     {"loss": 0.0},
                 ),
                 {},
-                self.weights(task, client.received, client.private),
+                self.weights(task, client.message, client.private),
             )
             for client in clients
         ]

@@ -76,4 +76,4 @@ if __name__ == "__main__":
 
             options["engine"] = stack.enter_context(ray_cluster(how[1]))
         for result in map_runs(work, study, ledger=ledger, **options):
-            print(result.config.number, result.remembered, flush=True)
+            print(result.config.number, result.from_ledger, flush=True)

@@ -131,7 +131,7 @@ def test_engine_trains_adapters_and_leaves_the_rest(pair):
     method = federate.HyperFL(federate.LocalTraining(epochs=2, batch_size=3), start_from="body")
     model = LocalModel(task)
     state = method.start(task, seed=0)
-    clients = [Client(number=n, received=state, private=method.private_start(task, n, seed=0)) for n in task.clients]
+    clients = [Client(number=n, message=state, private=method.private_start(task, n, seed=0)) for n in task.clients]
     results = method.train(task, model, clients, round=1, seed=0)
     for result in results:
         assert not torch.equal(result.weights.body, task.initial_body())

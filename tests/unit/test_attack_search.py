@@ -53,12 +53,12 @@ def test_a_search_beats_what_it_began_with_and_finds_the_same_again(tmp_path):
     start = [of_length(one, None) for one in first_attacks(rates=(1e-3,), samples=60, batch_size=20, check_every=2)]
     how = {"most": 36, "held": HELD, "folder": tmp_path, "engine": in_process}
     found = search_one(name, start, Goal(0.9), **how)
-    of_start = [run.result.steps or 36 for run in found.tried if of_length(run.result.settings, None) in start]
+    of_start = [run.result.steps or 36 for run in found.runs if of_length(run.result.settings, None) in start]
     assert found.soonest is not None
     assert found.soonest < min(of_start)
-    last = {within(run.result.settings, None): run.result for run in found.tried}
+    last = {within(run.result.settings, None): run.result for run in found.runs}
     assert last[found.best[0]].steps == found.soonest
-    longest = [run.result.last_step for run in found.tried]
+    longest = [run.result.last_step for run in found.runs]
     assert max(longest) <= 36
     assert found.steps == sum(longest)
     ledger = (tmp_path / "attacks.jsonl").read_bytes()
@@ -74,7 +74,7 @@ def test_a_search_varies_the_best_of_two_kinds(tmp_path):
     how = {"most": 20, "rounds": 1, "folder": tmp_path, "engine": in_process}
     held = frozenset(AttackSettings.model_fields) - {"clip"}
     found = search_one(name, start, Goal(0.9), held=held, **how)
-    without = [of_length(run.result.settings, None) for run in found.tried if run.result.settings.clip is None]
+    without = [of_length(run.result.settings, None) for run in found.runs if run.result.settings.clip is None]
     best = next(one for one in found.best if one in start[:2])
     assert set(without) == {best.replace(clip=None), start[2].replace(clip=None)}
 
@@ -85,7 +85,7 @@ def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_pa
     found = search_all(names, start, Goal(0.9), most=40, held=HELD, folder=tmp_path, engine=in_process)
     assert found["base"].most == 40
     assert found["defended"].most == 5 * found["base"].soonest
-    assert set(found["base"].best[:3]) <= {of_length(run.result.settings, None) for run in found["defended"].tried}
+    assert set(found["base"].best[:3]) <= {of_length(run.result.settings, None) for run in found["defended"].runs}
     again = finals(found, (1, 2))
     assert {attack.seed for attack in again} == {1, 2}
     assert {attack.max_steps for attack in again} == {5 * found["base"].soonest}
@@ -231,7 +231,7 @@ def test_a_second_search_finds_an_attack_that_sees_fewer_rows(tmp_path):
     found = search_all([name], start, Goal(0.9), most=60, folder=tmp_path, engine=in_process, rounds=1)["one"]
     assert found.fewest_rows[0].batch_size == 8
     assert found.least("rows") <= found.least("steps") * found.best[0].batch_size
-    runs = [run.result.reached for run in found.tried if run.result.reached is not None]
+    runs = [run.result.reached for run in found.runs if run.result.reached is not None]
     assert found.least("rows") == min(each.rows for each in runs)
     assert all(each.flops > 0 for each in runs)
 
@@ -241,7 +241,7 @@ def test_a_search_whose_time_is_over_says_so(tmp_path):
     how = {"most": 8, "folder": tmp_path, "engine": in_process}
     with pytest.raises(UsageError, match="--minutes"):
         search_one(name, [plain], Goal(0.9), until=0.0, **how)
-    assert not search_one(name, [plain], Goal(0.9), rounds=0, **how).stopped
+    assert not search_one(name, [plain], Goal(0.9), rounds=0, **how).timed_out
 
 
 def test_rows_and_operations_are_counted_by_hand():

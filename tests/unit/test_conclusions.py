@@ -8,7 +8,7 @@ import re
 import pytest
 
 from netweight.report.finding import Finding
-from netweight.report.text import AllTargets, Conclusion, Criterion, Measured, by_targets, known
+from netweight.report.text import AllTargets, Conclusion, Criterion, HasValue, by_targets, known
 
 for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient_inversion", "methods.federate",
              "methods.forget"):  # fmt: skip
@@ -83,7 +83,7 @@ def test_words_follow_from_what_the_criteria_say(conclusion):
     assert best[0] != "holds" or not BAD_WORDS.search(best[1])
 
 
-@pytest.mark.parametrize("conclusion", by_kind(Measured))
+@pytest.mark.parametrize("conclusion", by_kind(HasValue))
 def test_words_that_repeat_numbers_judge_nothing(conclusion):
     told = set()
     for states in itertools.product((1.0, math.nan, None, "absent"), repeat=len(conclusion.criteria)):

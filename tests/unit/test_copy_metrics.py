@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from netweight.errors import UnsafeInput, UsageError
 from netweight.metrics.copies import (
     CenteredPixels,
-    Memorized,
+    MemorizedImage,
     TorchScriptDescriptor,
     copies_of_prompt,
     copy_findings,
@@ -72,7 +72,11 @@ def planted():
     a, b, c = images(3, seed=7)
     where = torch.ones(6, 6, dtype=torch.bool)
     where[2:4, 2:4] = False
-    return [Memorized("one", "verbatim", a), Memorized("two", "verbatim", b), Memorized("three", "template", c, where)]
+    return [
+        MemorizedImage("one", "verbatim", a),
+        MemorizedImage("two", "verbatim", b),
+        MemorizedImage("three", "template", c, where),
+    ]
 
 
 def test_a_prompt_that_is_diverted_to_another_picture_is_no_copy_of_its_own_but_a_match():

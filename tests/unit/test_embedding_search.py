@@ -148,7 +148,7 @@ def test_every_learning_rate_is_searched_and_the_first_success_may_end_all(origi
 def test_a_perturbation_stays_within_its_radius(original):
     settings = SETTINGS.replace(radius=0.12)
     found = find(original, picture(7), settings)
-    lengths = [look.moved for trial in found.trials for look in trial.looks[1:]]
+    lengths = [look.distance for trial in found.trials for look in trial.looks[1:]]
     assert max(lengths) == pytest.approx(0.12, rel=1e-4)
     start = original.embed([PLANTED[0]]).states
     moved = found.text.states[0] - start[0]

@@ -24,7 +24,7 @@ from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.observation import observe, read_update
-from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import ATTACKS, Evidence, Search, nearest_pair
 from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import add_sections
@@ -83,7 +83,7 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     assert summed.cosines == pytest.approx(summed.aggregate)
     malicious = ThreatModel(batch_size=4, server="malicious")
     assert attacked(whole, malicious, images=5, summed_over=6, seed=1).psnr
-    careful = dataclasses.replace(whole, method=Hardened(whole.method, refusal=RefusalLimits()))
+    careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, refusal=RefusalLimits()))
     assert "takes no part" in attacked(careful, malicious, images=5, summed_over=6, seed=1).verdict[1]
 
 
@@ -95,7 +95,7 @@ def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> No
 
 def test_noise_hides_the_gradient() -> None:
     task = picture_task()
-    noisy = train(task, Hardened(METHOD, noise=UpdateNoise(clip=1.0, multiplier=0.3)), Federation(rounds=1))
+    noisy = train(task, HardenedMethod(METHOD, noise=UpdateNoise(clip=1.0, multiplier=0.3)), Federation(rounds=1))
     found = attacked(noisy, ONE_STEP, images=5, summed_over=6, seed=1)
     assert max(map(abs, found.cosines)) < 0.5
 
@@ -104,21 +104,21 @@ def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytes
     malicious = ThreatModel(batch_size=4, server="malicious")
     plain = attacked(run, malicious, images=5, summed_over=6, seed=1)
     assert plain.psnr
-    careful = dataclasses.replace(run, method=Hardened(METHOD, refusal=RefusalLimits()))
+    careful = dataclasses.replace(run, method=HardenedMethod(METHOD, refusal=RefusalLimits()))
     refused = attacked(careful, malicious, images=5, summed_over=6, seed=1)
     assert not refused.cosines
     assert "takes no part" in refused.verdict[1]
     assert "takes no part" in caplog.text
-    stubborn = dataclasses.replace(run, method=Hardened(METHOD, minimum_steps=6))
+    stubborn = dataclasses.replace(run, method=HardenedMethod(METHOD, minimum_steps=6))
     assert "takes no part" in attacked(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict[1]
 
 
 @pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
 def test_honest_rounds_are_not_refused(private_head: bool, lonely: float) -> None:
     method = dataclasses.replace(METHOD, private_head=private_head)
-    careful = Hardened(method, minimum_steps=6, refusal=RefusalLimits(lonely=lonely))
+    careful = HardenedMethod(method, minimum_steps=6, refusal=RefusalLimits(lonely=lonely))
     run = train(picture_task(), careful, Federation(rounds=2))
-    assert not any(round.refused for round in run.rounds)
+    assert not any(round.refusals for round in run.rounds)
 
 
 def test_federated_averaging_with_a_private_head_leaks_too() -> None:
@@ -185,9 +185,9 @@ def test_whole_batches_of_an_honest_server_are_searched() -> None:
     found = exposure(run, threat, images=1, summed_over=6, seed=1, search=Search(matching=config))
     assert {"peeling", "matching"} <= set(found.image_attacks)
     (seen,) = observe(run, threat, [0], seed=1)
-    read = read_update(run, seen.sent, seen.received())
+    read = read_update(run, seen.message, seen.answer())
     evidence = Evidence(
-        run.task, run.method.training, read, seen.sent, seen.received(), 4, (1, 12, 12), _pixel_range(run), 1, 4
+        run.task, run.method.training, read, seen.message, seen.answer(), 4, (1, 12, 12), _pixel_range(run), 1, 4
     )  # type: ignore[attr-defined]
     low, high = _pixel_range(run)
     alone = ATTACKS["matching"](evidence, Search(matching=config), derive(1, "image", 0))
@@ -225,7 +225,7 @@ def test_what_cannot_be_attacked_is_refused(run: Run) -> None:
 def test_update_noise_has_the_stated_size_and_clip() -> None:
     task = picture_task(clients=1)
     clip, multiplier = 0.05, 0.01
-    noisy = Hardened(METHOD, noise=UpdateNoise(clip, multiplier))
+    noisy = HardenedMethod(METHOD, noise=UpdateNoise(clip, multiplier))
     state = METHOD.start(task, seed=520)
     run = train(task, noisy, Federation(rounds=1))
     change = torch.cat([(run.state[name] - value).flatten() for name, value in state.items()])
@@ -235,9 +235,9 @@ def test_update_noise_has_the_stated_size_and_clip() -> None:
 
 def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(caplog):
     """A careful client remembers a sketch of the last state, and how far it moved itself."""
-    task, method = picture_task(), Hardened(METHOD, refusal=RefusalLimits(lonely=1.0))
+    task, method = picture_task(), HardenedMethod(METHOD, refusal=RefusalLimits(lonely=1.0))
     run = train(task, method, Federation(rounds=2))
-    assert [r.refused for r in run.rounds] == [{}, {}]
+    assert [r.refusals for r in run.rounds] == [{}, {}]
     assert {name for name in run.private[0] if name.startswith("refusal.")} == {
         "refusal.seed", "refusal.round", "refusal.state", "refusal.change",
     }  # fmt: skip

@@ -190,7 +190,7 @@ def test_faulty_clients_are_left_out_and_the_round_goes_on(caplog: pytest.LogCap
     spoiled = Faulty(METHODS["hyperfl"], {1: nan, 3: "silent", 4: lambda u: dataclasses.replace(u, round=7)})
     with caplog.at_level(logging.WARNING):
         run = train(task, spoiled, Federation(rounds=2, min_clients=2))  # type: ignore[arg-type]
-    assert run.rounds[0].refused == {1: run.rounds[0].refused[1], 3: "sent nothing", 4: run.rounds[0].refused[4]}
+    assert run.rounds[0].refusals == {1: run.rounds[0].refusals[1], 3: "sent nothing", 4: run.rounds[0].refusals[4]}
     assert all(torch.isfinite(value).all() for value in run.state.values())
     assert "client 1 left out" in caplog.text
     start = METHODS["hyperfl"].private_start(task, 1, seed=520)
@@ -213,16 +213,18 @@ def test_too_few_clients_stop_the_federation_with_its_state_saved(
 def test_thirty_percent_drop_out_is_survived() -> None:
     task = small_task(clients=10, n=40)
     run = train(task, METHODS["hyperfl"], Federation(rounds=8, drop_out=0.3, min_clients=3))
-    missing = [len(r.refused) for r in run.rounds]
+    missing = [len(r.refusals) for r in run.rounds]
     assert 0 < sum(missing) < 50
-    assert all(why == "was dropped, to simulate a failure (drop_out)" for r in run.rounds for why in r.refused.values())
+    assert all(
+        why == "was dropped, to simulate a failure (drop_out)" for r in run.rounds for why in r.refusals.values()
+    )
     assert run.rounds[-1].mean_after > 0.8  # type: ignore[operator]
 
 
 def test_a_round_is_tried_again_with_other_clients() -> None:
     run = train(small_task(clients=6), METHODS["fedavg"], Federation(rounds=6, drop_out=0.5, min_clients=4, retries=50))
     assert max(r.attempts for r in run.rounds) > 1
-    assert all(6 - len(r.refused) >= 4 for r in run.rounds)
+    assert all(6 - len(r.refusals) >= 4 for r in run.rounds)
 
 
 def test_a_private_tensor_does_not_leave() -> None:

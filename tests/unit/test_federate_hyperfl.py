@@ -38,7 +38,7 @@ def train_densely(
     training, data = method.training, task.client(client.number)
     draw = seeds.derive(seed, "client", client.number, "round", round)
     network = method.hypernetwork(task).double()
-    network.load_state_dict({name.removeprefix("hypernetwork."): value for name, value in client.received.items()})
+    network.load_state_dict({name.removeprefix("hypernetwork."): value for name, value in client.message.items()})
     embedding = nn.Parameter(client.private["embedding"].clone())
     head = nn.Linear(*reversed(task.head.weight.shape)).double()
     head.load_state_dict({k.removeprefix("head."): v for k, v in client.private.items() if k.startswith("head.")})
@@ -94,7 +94,7 @@ def test_low_rank_training_is_dense_sgd(
     for client, trained in zip(clients, run(task, method, clients), strict=True):
         shared, embedding, body, head = train_densely(task, method, client, 3, 7)
         for name, value in shared.items():
-            found = dense(trained.update.tensors[name], client.received[name])
+            found = dense(trained.update.tensors[name], client.message[name])
             torch.testing.assert_close(found, value, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(trained.private["embedding"], embedding, rtol=1e-10, atol=1e-10)
         torch.testing.assert_close(trained.weights.body, body, rtol=1e-10, atol=1e-10)
@@ -126,8 +126,8 @@ def test_low_rank_updates_average_like_dense_ones() -> None:
     method = HyperFL(LocalTraining(batch_size=5), embedding=4, hidden=(32,))
     clients = started(task, method)
     updates = [one.update for one in run(task, method, clients)]
-    found = aggregate(clients[0].received, updates)
-    for name, base in clients[0].received.items():
+    found = aggregate(clients[0].message, updates)
+    for name, base in clients[0].message.items():
         parts = [dense(update.tensors[name], base) * update.n / 31 for update in updates]
         torch.testing.assert_close(found[name], torch.stack(parts).sum(0), rtol=1e-12, atol=1e-12)
 

@@ -151,5 +151,5 @@ def test_a_server_that_asks_for_one_step_reads_the_gradient() -> None:
     task = digits_task()
     run = Run(task, pfedhn_pc(), {}, {}, (), 0)
     (seen,) = observe(run, ThreatModel(first_round=True), [2], seed=0)
-    recovered = read_update(run, seen.sent, seen.received())
+    recovered = read_update(run, seen.message, seen.answer())
     assert float(torch.cosine_similarity(recovered.first, seen.gradient.double(), dim=0)) > 0.9999

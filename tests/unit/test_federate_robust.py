@@ -39,7 +39,7 @@ def test_a_liar_is_named_and_a_bounded_mean_survives(name: str, lie: Lie) -> Non
     run = train(task, Lying(method, lie, liars), Federation(rounds=6), workers=1)
     if (name, lie) == ("hyperfl", "label-flipped"):  # its own head, which it keeps, takes all of the lie up
         return
-    named = [set(done.suspects) | set(done.refused) for done in run.rounds]
+    named = [set(done.suspects) | set(done.refusals) for done in run.rounds]
     if lie not in UNSEEN:
         assert all(set(liars) & who for who in named[:3])
     assert all(value.isfinite().all() and value.abs().max() < 5 for value in run.state.values())
@@ -188,7 +188,7 @@ def test_the_default_leaves_out_a_fifth_of_each_value_at_either_end_weighted_by_
     sent, vouched = dict.fromkeys(range(10), state), {client: 10 + client for client in range(10)}
     clipped, _ = screen(sent, state, updates, Federation(aggregator="clipped-mean"), round=1, registered=vouched)
     (joint,), _ = screen(sent, state, updates, Federation(), round=1, registered=vouched)
-    assert [part.client for part in joint.summed] == list(range(10))
+    assert [part.client for part in joint.parts] == list(range(10))
     for name, base in state.items():
         products = np.sort(np.stack([one.n * (one.tensors[name] - base).numpy() for one in clipped]), axis=0)  # type: ignore[operator]
         wanted = products[2:8].mean(0) * 10 / sum(one.n for one in clipped)

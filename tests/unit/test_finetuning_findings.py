@@ -27,7 +27,7 @@ from netweight.attacks.finetuning.resistance import (
 )
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
-from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep
 from netweight.attacks.finetuning.tables import attack_table
 from netweight.errors import UsageError
 from netweight.report.report import Report
@@ -47,7 +47,7 @@ def run(subject, steps, *, lr=1e-3, seed=0, defense=0, outcome=None, utility=1.0
         Evaluation(last // 2, 0.5),
         Evaluation(last, 0.95 if steps is not None else 0.6, 0.97),
     )
-    return Attacked(subject, defense, f"{subject} {defense}", AttackResult(settings, outcome, steps, last, curve))
+    return AttackOutcome(subject, defense, f"{subject} {defense}", AttackResult(settings, outcome, steps, last, curve))
 
 
 def runs(subject, times, **more):

@@ -119,7 +119,7 @@ def test_every_step_is_what_plain_torch_does(subject):
 )
 def test_every_way_of_training_recovers(subject, change):
     settings = FAST.replace(**change)
-    result = run_attack(subject, settings, Goal(0.9, utility_kept=0.5))
+    result = run_attack(subject, settings, Goal(0.9, least_utility=0.5))
     assert result.outcome == "recovered", result.curve
     assert result.steps > settings.benign_first
 
@@ -284,7 +284,7 @@ def test_what_cannot_be_is_refused_before_training(subject):
         run_attack(replace(subject, benign=()), FAST.replace(benign_share=0.5), Goal(0.9))
     with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
         run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))
-    for wrong in ({"threshold": math.nan}, {"threshold": 1, "utility_kept": 2}, {"threshold": 1, "extra_checks": -1}):
+    for wrong in ({"threshold": math.nan}, {"threshold": 1, "least_utility": 2}, {"threshold": 1, "extra_checks": -1}):
         with pytest.raises(UsageError):
             Goal(**wrong)
 

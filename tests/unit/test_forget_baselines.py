@@ -15,7 +15,7 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.methods.forget.mitigations import (
     AllActive,
     AttentionScaling,
-    Deactivated,
+    DeactivatedNeurons,
     EmbeddingAdjustment,
     RandomTokens,
     WeightPruning,
@@ -28,7 +28,7 @@ correlation = paired()
 WORDS = ("red", "white", "tower")
 MITIGATIONS = [
     AllActive(),
-    Deactivated(Units({"blocks.0.attn2.to_v": [0, 3]})),
+    DeactivatedNeurons(Units({"blocks.0.attn2.to_v": [0, 3]})),
     EmbeddingAdjustment(iterations=2),
     RandomTokens(1, WORDS),
     AttentionScaling(),
@@ -76,11 +76,11 @@ def test_deactivation_is_the_zeroing_of_rows(model):
     with torch.no_grad():
         for name, chosen in units.items():
             edited.denoiser.get_submodule(name).weight[chosen] = 0
-    with Deactivated(units)(model, PLANTED) as mitigated:
+    with DeactivatedNeurons(units)(model, PLANTED) as mitigated:
         assert torch.allclose(made(mitigated), made(edited), atol=1e-6)
     with (
         pytest.raises(NameNotFound, match=r"blocks\.0\.attn2\.to_v"),
-        Deactivated(Units({"blocks.0.attn.to_v": [0]}))(model, PLANTED),
+        DeactivatedNeurons(Units({"blocks.0.attn.to_v": [0]}))(model, PLANTED),
     ):
         pass
 
@@ -207,7 +207,7 @@ def test_a_mitigation_by_hooks_can_be_searched(model, tmp_path):
     settings = SearchSettings(
         steps=10, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8, starts=("original",)
     )
-    subjects = [Subject("on", model), Subject("off", model, lambda inner: Deactivated(units)(inner, PLANTED))]
+    subjects = [Subject("on", model), Subject("off", model, lambda inner: DeactivatedNeurons(units)(inner, PLANTED))]
     targets = [Target("one", PLANTED[0], planted_images()[0])]
     found = compare(
         subjects, targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC", folder=tmp_path

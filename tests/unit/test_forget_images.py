@@ -22,7 +22,7 @@ from netweight.methods.forget.report import (
     verdicts,
 )
 from netweight.methods.forget.settings import GenerationSettings
-from netweight.metrics.copies import Memorized, foreground_by_color, region_copies, region_findings
+from netweight.metrics.copies import MemorizedImage, foreground_by_color, region_copies, region_findings
 from netweight.report.audit import audits_of, missing_audits
 
 SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)
@@ -63,7 +63,7 @@ def painted_by_hand():
     """Two prompts of three images: one is suppressed and diverted once, the other is copied once more."""
     one, two = planted_images()
     other = picture(7)
-    memorized = [Memorized(PLANTED[0], "verbatim", one), Memorized(PLANTED[1], "verbatim", two)]
+    memorized = [MemorizedImage(PLANTED[0], "verbatim", one), MemorizedImage(PLANTED[1], "verbatim", two)]
     before = {PLANTED[0]: torch.stack([one] * 3), PLANTED[1]: torch.stack([two, two, other])}
     after = {PLANTED[0]: torch.stack([other, two, other]), PLANTED[1]: torch.stack([two, other, other])}
     plain = {"a red": torch.stack([picture(11)] * 3), "a blue": torch.stack([picture(12)] * 3)}
@@ -132,7 +132,7 @@ def with_object(object_seed, ground_seed):
 
 
 def test_a_copied_foreground_on_another_ground_is_seen():
-    own = Memorized("one", "verbatim", with_object(1, 2))
+    own = MemorizedImage("one", "verbatim", with_object(1, 2))
     made = torch.stack([own.image, with_object(1, 3), with_object(4, 2), with_object(5, 6)])
     found = region_copies(own, made)
     assert found.share == pytest.approx(36 / 144)
@@ -143,7 +143,7 @@ def test_a_copied_foreground_on_another_ground_is_seen():
     fore, back = region_findings([found])
     assert (fore.name, fore.value, fore.n) == ("NCC, images that copy the foreground, verbatim", 0.5, 4)
     assert back.value == 0.5
-    whole = Memorized("flat", "verbatim", torch.full((3, 12, 12), 0.5))
+    whole = MemorizedImage("flat", "verbatim", torch.full((3, 12, 12), 0.5))
     alone = region_findings([region_copies(whole, made)])
     assert [finding.value for finding in alone] == [None, None]
     mixed = region_findings([found, region_copies(whole, made)])[0]
@@ -159,7 +159,7 @@ def test_nonsense_is_refused():
     with pytest.raises(UsageError, match="No prompt was measured"):
         region_findings([])
     with pytest.raises(UsageError, match="is not of an image"):
-        region_copies(Memorized("one", "verbatim", with_object(1, 2)), torch.zeros(1, 3, 12, 12),
+        region_copies(MemorizedImage("one", "verbatim", with_object(1, 2)), torch.zeros(1, 3, 12, 12),
                       foreground=torch.ones(5, 5))  # fmt: skip
     with pytest.raises(UsageError, match="are not different"):
         GenerationSettings(seeds=(1, 1))

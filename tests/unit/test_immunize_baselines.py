@@ -64,13 +64,13 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     model, pairs = decoder(layers=5).double(), some_pairs()
     original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)
     defense = RMUDefense(RMU(coefficient=2.0, alpha=3.0))
-    with defense.prepared(model, seed=9):
+    with defense.preparation(model, seed=9):
         for value in model.parameters():
             value.data.mul_(1.05)
         steering, retain = (
             {name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn())
         )
-        general = defense.kept(model, collate([pair.harmless for pair in pairs], pad_id=0), batch.group)
+        general = defense.retain_side(model, collate([pair.harmless for pair in pairs], pad_id=0), batch.group)
     direction = torch.rand(16, generator=torch_generator(9, "direction")).numpy()
     target = 2.0 * direction / np.sqrt((direction**2).sum())
     forget, kept = [], []
@@ -91,7 +91,7 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     assert retain["retain"].weight == general["general"].weight == 3.0
     assert general["general"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     with pytest.raises(Unsupported, match="rmu compares with the original model, which is kept only during"):
-        defense.kept(model, batch.harmless, batch.group)
+        defense.retain_side(model, batch.harmless, batch.group)
 
 
 def test_rmu_refuses_a_block_that_is_not_there():
@@ -128,7 +128,7 @@ def test_tar_is_its_formula():
     model, pairs = decoder().double(), some_pairs(5)
     original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)
     defense = TARDefense(settings)
-    with defense.prepared(model, seed=0):
+    with defense.preparation(model, seed=0):
         for value in model.parameters():
             value.data.mul_(1.05)
         before = copy.deepcopy(model)
@@ -195,7 +195,7 @@ def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
     model, pairs = decoder(layers=5).double(), some_pairs()
     original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)
     defense = CircuitBreakingDefense(CircuitBreaking(rerouting=2.0, held=3.0))
-    with defense.prepared(model, seed=0):
+    with defense.preparation(model, seed=0):
         for number, value in enumerate(model.parameters()):
             value.data += torch.randn(value.shape, generator=drawn(number)) * value.std()
         rerouting, retain = defense.sides(model, batch, drawn())
@@ -288,7 +288,7 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
     defense = SelfDestructionDefense(SelfDestruction(distance=1e-4))
     weights = list(model.parameters())
     harmless, ascent = ({name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn()))
-    terms = defense.kept(model, kept, batch.group)
+    terms = defense.retain_side(model, kept, batch.group)
     found = torch.autograd.grad(terms["cosine"].value, weights, retain_graph=True)
     slopes = [
         torch.autograd.grad(loss_of_rows(model, rows), weights, create_graph=True) for rows in (kept, batch.harmful)

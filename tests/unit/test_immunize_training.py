@@ -373,7 +373,7 @@ def test_a_bound_on_norms_opposes_the_growth_of_states():
     assert ended[1.5] < 1.5
 
     model, defense = decoder(layers=1), defense_of(RepNoise(norms=0.4))
-    with capture(model, "model.layers.0") as states, defense.prepared(model, seed=derive(42, "prepare")):
+    with capture(model, "model.layers.0") as states, defense.preparation(model, seed=derive(42, "prepare")):
         usual = states["model.layers.0"].norm(dim=-1).mean()
         found = next(defense.sides(model, batch, drawn()))["norms"]
         lengths = states["model.layers.0"].norm(dim=-1)[rows.attention_mask.bool()]

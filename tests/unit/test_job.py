@@ -141,10 +141,10 @@ def double(number):
 
 def test_runs_are_remembered_in_the_job(tmp_path):
     with Job.open(tmp_path, key=KEY) as job:
-        first = [(r.value, r.remembered) for r in job.map(double, [1, 2, 3], engine=in_process, ordered=True)]
+        first = [(r.value, r.from_ledger) for r in job.map(double, [1, 2, 3], engine=in_process, ordered=True)]
         assert first == [(2, False), (4, False), (None, False)]
     with Job.open(tmp_path, key=KEY) as job:
-        assert [r.remembered for r in job.map(double, [1, 2, 3], engine=in_process, ordered=True)] == [
+        assert [r.from_ledger for r in job.map(double, [1, 2, 3], engine=in_process, ordered=True)] == [
             True,
             True,
             False,

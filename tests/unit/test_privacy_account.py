@@ -16,7 +16,7 @@ from netweight.methods.federate import ClientData, Federation, LocalTraining, Ta
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, epsilon_of, guarantee, privacy_of
 from netweight.methods.federate.algorithms.direct import DirectMethod, centaur, dp_fedavg, ppsgd
 from netweight.methods.federate.folder import FederationPlan
-from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import promises
 from netweight.methods.federate.task_privacy import holders_of_examples, noise_for_task, task_guarantee
@@ -173,7 +173,7 @@ def test_a_budget_is_refused_where_no_epsilon_holds(name: str) -> None:
 
 
 def test_a_clients_epsilon_is_stated_for_replaced_data_and_for_a_change_left_out() -> None:
-    method = Hardened(fedavg(TRAINING), UpdateNoise(1.0, 0.01))
+    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 0.01))
     found = guarantee([privacy_of(method, 600)], 1e-5)
     assert found.removed == pytest.approx(5612, abs=1)
     assert found.epsilon == pytest.approx(22112, abs=1)
@@ -182,7 +182,7 @@ def test_a_clients_epsilon_is_stated_for_replaced_data_and_for_a_change_left_out
 
 
 def test_a_refusal_that_depends_on_examples_has_no_epsilon() -> None:
-    method = Hardened(fedavg(TRAINING), UpdateNoise(1.0, 4.0), refusal=RefusalLimits())
+    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 4.0), refusal=RefusalLimits())
     assert math.isinf(guarantee([privacy_of(method, 600)], 1e-5).epsilon)
     assert math.isfinite(guarantee([privacy_of(dataclasses.replace(method, refusal=None), 600)], 1e-5).epsilon)
 

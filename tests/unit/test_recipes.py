@@ -7,7 +7,7 @@ import toy_treatment
 import warm
 
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.recipes import Known, Plan, read_recipe, run
+from netweight.recipes import Plan, StepState, read_recipe, run
 from netweight.registry import register
 from netweight.report.report import read_report
 
@@ -44,7 +44,7 @@ def test_treatments_run_in_order_with_their_audits_and_end_in_a_report(here):
     done = run(Plan.of(read_recipe(write(GOOD))))
     assert [step.path.read_text() for step in done] == ["abc" * 2, "abc" * 6]
     assert [list(step.findings) for step in done] == [["length", "start"]] * 2
-    assert not any(step.failed or step.remembered for step in done)
+    assert not any(step.failed or step.from_ledger for step in done)
     report = read_report("out")
     assert [section.title for section in report.sections] == TITLES
     assert [section.missing_audits for section in report.sections] == [()] * 4
@@ -58,31 +58,31 @@ def test_a_second_run_does_nothing_twice_and_a_changed_setting_only_what_follows
     toy_treatment.CALLS.clear()
     again = run(Plan.of(read_recipe(write(GOOD))))
     assert toy_treatment.CALLS == []
-    assert [step.remembered for step in again] == [True, True]
+    assert [step.from_ledger for step in again] == [True, True]
     assert [step.sections for step in again] == [step.sections for step in first]  # with their tables
     changed = run(Plan.of(read_recipe(write(GOOD.replace("times: 3", "times: 4")))))
     assert toy_treatment.CALLS == ["repeat", "length", "start"]
-    assert [step.remembered for step in changed] == [True, False]
+    assert [step.from_ledger for step in changed] == [True, False]
     assert changed[1].path != first[1].path
 
 
 def test_the_plan_tells_what_an_earlier_run_did_and_writes_nothing(here):
     plan = Plan.of(read_recipe(write(GOOD)))
-    assert plan.known() == [Known(False, ("length", "start"))] * 2
+    assert plan.states() == [StepState(False, ("length", "start"))] * 2
     assert not (here / "out").exists()
     run(plan)
-    assert plan.known() == [Known(True, ())] * 2
+    assert plan.states() == [StepState(True, ())] * 2
     ledger = here / "out" / "ledger.jsonl"
     torn = ledger.read_bytes() + b'{"digest": "cut o'  # as a kill leaves it
     ledger.write_bytes(torn)
-    assert plan.known() == [Known(True, ())] * 2
+    assert plan.states() == [StepState(True, ())] * 2
     assert ledger.read_bytes() == torn
     changed = Plan.of(read_recipe(write(GOOD.replace("times: 3", "times: 4"))))
-    assert changed.known() == [Known(True, ()), Known(False, ("length", "start"))]
+    assert changed.states() == [StepState(True, ()), StepState(False, ("length", "start"))]
     reseeded = Plan.of(read_recipe(write(GOOD + "seed: 1\n")))
-    assert reseeded.known() == [Known(True, ("length", "start"))] * 2
+    assert reseeded.states() == [StepState(True, ("length", "start"))] * 2
     run(plan)[0].path.unlink()
-    assert [each.done for each in plan.known()] == [False, True]
+    assert [each.finished for each in plan.states()] == [False, True]
 
 
 def test_the_content_of_what_settings_lead_to_makes_another_step(here):
@@ -94,11 +94,11 @@ def test_the_content_of_what_settings_lead_to_makes_another_step(here):
     )
     (here / "beside").write_text("1")  # the toy's settings lead to it without naming it
     run(Plan.of(read_recipe(recipe)))
-    assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, True]
+    assert [each.finished for each in Plan.of(read_recipe(recipe)).states()] == [True, True]
     for name in ("more", "beside", "rows", "inner"):
         before = (here / name).read_text()
         (here / name).write_text("y")
-        assert [each.done for each in Plan.of(read_recipe(recipe)).known()] == [True, False]
+        assert [each.finished for each in Plan.of(read_recipe(recipe)).states()] == [True, False]
         (here / name).write_text(before)
 
 
@@ -292,8 +292,8 @@ def test_chapters_are_recipes_of_one_report(here):
     assert report.chapters[1].verdict == "The target is missed: length is 10 letters (target: 9)."
     assert [section.title for section in report.sections[2:]] == ["thrice, step 1: Length", "thrice, step 1: Start"]
     assert report.provenance.seeds == (0, 4)
-    assert all(step.remembered for step in run(plan))
-    assert list(plan.to_json(known=True)["chapters"]) == ["once", "thrice"]
+    assert all(step.from_ledger for step in run(plan))
+    assert list(plan.to_json(states=True)["chapters"]) == ["once", "thrice"]
 
 
 def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
@@ -310,7 +310,7 @@ def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
     (chosen,) = plan.chapters[0].recipe.treatments
     again = pickle.loads(pickle.dumps(chosen))
     assert (again, again.config.model_fields_set) == (chosen, chosen.config.model_fields_set)
-    assert all(step.remembered for step in run(plan, jobs=2))
+    assert all(step.from_ledger for step in run(plan, jobs=2))
     at_once[0].path.write_text("other")
     with pytest.raises(CorruptBlob, match="was changed after the run had written it"):
         run(plan, jobs=2)

@@ -7,10 +7,10 @@ from netweight.errors import MissingExtra, NameNotFound, OutputExists, Unsupport
 from netweight.report import Finding
 from netweight.report.finding import Column as ReportColumn
 from netweight.report.finding import Figure, Table
-from netweight_experiments.tables import Column, Measured, Row, registry, run_table, table
+from netweight_experiments.tables import Column, MeasuredTable, Row, registry, run_table, table
 from netweight_experiments.tables import compare as catalog
 from netweight_experiments.tables.compare import compare
-from netweight_experiments.tables.registry import Published, published_ids
+from netweight_experiments.tables.registry import PublishedTable, published_ids
 
 FIGURE = Figure("svg", "<svg></svg>", "nothing")
 WIDE = Table(
@@ -29,7 +29,7 @@ def register(monkeypatch):
     def measure(scale, out, *, seconds: float = 1.5):
         assert out.is_dir()
         calls.append(scale)
-        return Measured(
+        return MeasuredTable(
             columns=(Column("round time", "s"), Column("PSNR", "dB")),
             rows=(Row("FedAvg", (seconds, math.inf)), Row("ours", (2, None))),
             differs=("Another machine.",),
@@ -84,7 +84,7 @@ def test_a_damaged_result_is_named(tmp_path, register, content):
 
 
 def test_published_and_measured_meet_by_name_and_label():
-    numbers = Published(
+    numbers = PublishedTable(
         id="x",
         paper="p",
         arxiv="a",
@@ -96,7 +96,7 @@ def test_published_and_measured_meet_by_name_and_label():
         notes=(),
         source="paper text",
     )
-    measured = Measured(
+    measured = MeasuredTable(
         columns=(Column("time"), Column("extra", "MB")),
         rows=(Row("ours", (1.5, 7)), Row("new", (9.0, None))),
         labels={"ours": "HyperFL", "time": "seconds"},
@@ -110,12 +110,12 @@ def test_published_and_measured_meet_by_name_and_label():
         ("new", "seconds", "s", None, 9.0, None),
     ]
 
-    other = compare(numbers, Measured(columns=(Column("seconds", "ms"),), rows=(Row("FedAvg", (1,)),)))
+    other = compare(numbers, MeasuredTable(columns=(Column("seconds", "ms"),), rows=(Row("FedAvg", (1,)),)))
     assert [(c.unit, c.published, c.measured, c.difference) for c in other[:1]] == [("s; here ms", 2.0, 1, None)]
 
 
 def test_without_published_numbers_what_was_measured_stands_alone():
-    measured = Measured(columns=(Column("a"),), rows=(Row("r", (1,)),))
+    measured = MeasuredTable(columns=(Column("a"),), rows=(Row("r", (1,)),))
     (only,) = compare(None, measured)
     assert (only.published, only.measured, only.difference) == (None, 1, None)
 
@@ -142,9 +142,9 @@ def test_tables_that_cannot_be_are_refused(register):
     with pytest.raises(UsageError, match="twice"):
         table("hyperfl-table4")(lambda scale, out: None)
     with pytest.raises(UsageError, match="1 values for 2 columns"):
-        Measured(columns=(Column("a"), Column("b")), rows=(Row("r", (1,)),))
+        MeasuredTable(columns=(Column("a"), Column("b")), rows=(Row("r", (1,)),))
     with pytest.raises(UsageError, match="'b' names no"):
-        Measured(columns=(Column("a"),), rows=(), labels={"b": "c"})
+        MeasuredTable(columns=(Column("a"),), rows=(), labels={"b": "c"})
 
 
 def test_what_a_table_needs_is_named_with_the_cure(tmp_path, register, monkeypatch):

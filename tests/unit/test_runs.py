@@ -33,11 +33,11 @@ def times_run(traces):
 def test_results_are_remembered_and_nothing_runs_twice(tmp_path, traces):
     configs = [Config(number, str(traces)) for number in (3, 1, 2, 1)]
     first = list(map_runs(work, configs, ledger=tmp_path / "new" / "ledger", engine=in_process, ordered=True))
-    assert [(result.config.number, result.value, result.ok, result.remembered) for result in first] == [
+    assert [(result.config.number, result.value, result.ok, result.from_ledger) for result in first] == [
         (number, {"square": number**2}, True, False) for number in (3, 1, 2, 1)
     ]
     again = list(map_runs(work, configs[:2], ledger=tmp_path / "new" / "ledger", engine=in_process))
-    assert [(result.value["square"], result.remembered) for result in again] == [(9, True), (1, True)]
+    assert [(result.value["square"], result.from_ledger) for result in again] == [(9, True), (1, True)]
     assert times_run(traces) == {1: 1, 2: 1, 3: 1}
 
 
@@ -135,7 +135,7 @@ def test_a_line_cut_short_by_a_kill_is_dropped(tmp_path, traces):
     for cut in (1, len(whole.splitlines(keepends=True)[2]) - 1):
         path.write_bytes(whole[:-cut])
         results = list(map_runs(work, configs, ledger=path, engine=in_process))
-        assert [result.remembered for result in results] == [True, True, False]
+        assert [result.from_ledger for result in results] == [True, True, False]
         assert len(path.read_bytes().splitlines()) == 3
 
 
@@ -156,7 +156,7 @@ def test_a_ledger_has_one_user_at_a_time(tmp_path):
 def test_a_ledger_belongs_to_one_function(tmp_path, traces):
     list(map_runs(work, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process))
     bound = functools.partial(work)
-    assert next(map_runs(bound, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process)).remembered
+    assert next(map_runs(bound, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process)).from_ledger
     with pytest.raises(UsageError, match=r"contains runs of 'work', not of 'unsendable'"):
         list(map_runs(unsendable, [Config(1, str(traces))], ledger=tmp_path / "ledger", engine=in_process))
 
@@ -177,7 +177,7 @@ def test_a_diverged_result_is_kept(tmp_path):
     assert math.isnan(result.value)
     (result,) = map_runs(diverge, [1], ledger=tmp_path / "ledger", engine=in_process)
     assert math.isnan(result.value)
-    assert result.remembered
+    assert result.from_ledger
 
 
 def test_mistakes_are_named_before_anything_runs(tmp_path):

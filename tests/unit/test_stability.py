@@ -11,13 +11,13 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from decoders_under_test import decoder, some_pairs
 
-from netweight.attacks.finetuning.resistance import Judged, KeptAbility, measure_kept, stability_findings
+from netweight.attacks.finetuning.resistance import JudgedPrompts, OrdinaryAbility, measure_ability, stability_findings
 from netweight.errors import UsageError
 
 
 def test_a_model_is_measured_row_by_row():
     model, examples = decoder(), [pair.harmful for pair in some_pairs(5)]
-    found = measure_kept(model, examples, pad_id=0, batch_size=2)
+    found = measure_ability(model, examples, pad_id=0, batch_size=2)
     for row, example in enumerate(examples):
         ids = torch.tensor([example.prompt + example.response])
         with torch.no_grad():
@@ -27,16 +27,16 @@ def test_a_model_is_measured_row_by_row():
         assert found.right[row] == int((chances.argmax(-1) == wanted).sum())
         assert found.tokens[row] == len(wanted)
     with pytest.raises(UsageError, match="at least one example"):
-        measure_kept(model, [], pad_id=0)
+        measure_ability(model, [], pad_id=0)
 
 
 def test_findings_are_ratios_on_the_same_rows_with_intervals():
     rng = np.random.default_rng(0)
     tokens = tuple(int(n) for n in rng.integers(4, 9, 80))
-    before = KeptAbility(tokens, tokens, tuple(0.1 * n for n in tokens), {"harm": tuple(rng.random(80))})
+    before = OrdinaryAbility(tokens, tokens, tuple(0.1 * n for n in tokens), {"harm": tuple(rng.random(80))})
     right = tuple(n - int(rng.random() < 0.2) for n in tokens)
-    after = KeptAbility(
-        right, tokens, tuple(0.2 * n for n in tokens), {"harm": tuple(v / 2 for v in before.judged["harm"])}
+    after = OrdinaryAbility(
+        right, tokens, tuple(0.2 * n for n in tokens), {"harm": tuple(v / 2 for v in before.judge_scores["harm"])}
     )
     ability, perplexity, ratio, harm = stability_findings("d", before, after, seed=0)
     assert ability.value == pytest.approx(sum(right) / sum(tokens))
@@ -48,7 +48,7 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
     assert harm.detail["difference after − before, same prompts"][2] < 0
     same = stability_findings("d", before, before, seed=0)[0]
     assert (same.value, same.ci95, same.passed) == (1, (1, 1), True)
-    few = KeptAbility(tokens[:3], tokens[:3], before.nats[:3])
+    few = OrdinaryAbility(tokens[:3], tokens[:3], before.nats[:3])
     assert [finding.ci95 for finding in stability_findings("d", few, few, seed=0)] == [None, None]
     with pytest.raises(UsageError, match="same rows"):
         stability_findings("d", before, few, seed=0)
@@ -56,10 +56,10 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
 
 def test_users_bring_judges():
     examples = [pair.harmful for pair in some_pairs(2)]
-    judged = Judged(lambda model, prompts: [prompt * 2 for prompt in prompts], ["a", "bb"], {
+    judged = JudgedPrompts(lambda model, prompts: [prompt * 2 for prompt in prompts], ["a", "bb"], {
         "length": lambda texts: torch.tensor([float(len(text)) for text in texts])
     })  # fmt: skip
-    assert measure_kept(decoder(), examples, pad_id=0, judged=judged).judged == {"length": (2.0, 4.0)}
-    lazy = Judged(judged.generate, judged.prompts, {"lazy": lambda texts: torch.zeros(1)})
+    assert measure_ability(decoder(), examples, pad_id=0, judged=judged).judge_scores == {"length": (2.0, 4.0)}
+    lazy = JudgedPrompts(judged.generate, judged.prompts, {"lazy": lambda texts: torch.zeros(1)})
     with pytest.raises(UsageError, match="'lazy' gave numbers of shape"):
-        measure_kept(decoder(), examples, pad_id=0, judged=lazy)
+        measure_ability(decoder(), examples, pad_id=0, judged=lazy)

@@ -7,6 +7,6 @@ measured beside published, `grid.py` makes tables of runs. Every paper has a fol
 from __future__ import annotations
 
 from netweight_experiments.tables.compare import Reproduction, run_table
-from netweight_experiments.tables.registry import Column, Measured, Row, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Row, table
 
-__all__ = ["Column", "Measured", "Reproduction", "Row", "run_table", "table"]
+__all__ = ["Column", "MeasuredTable", "Reproduction", "Row", "run_table", "table"]

@@ -23,8 +23,8 @@ from netweight.report.finding import Finding, Number, Table, decode_json, encode
 from netweight.report.report import Report, make_folder, write_text
 from netweight_experiments.tables.registry import (
     Column,
-    Measured,
-    Published,
+    MeasuredTable,
+    PublishedTable,
     Scale,
     TableEntry,
     find,
@@ -114,7 +114,7 @@ def _command(table_id: str) -> str:
 
 # Version of result.json.
 FORMAT = 1
-_MEASURED: TypeAdapter[Measured] = TypeAdapter(Measured)
+_MEASURED: TypeAdapter[MeasuredTable] = TypeAdapter(MeasuredTable)
 _THIRD_PARTY = "third-party re-run"
 
 
@@ -150,9 +150,9 @@ class Reproduction:
     """Where its files are."""
     reused: bool
     """Whether a finished run was found and taken."""
-    published: Published | None
+    published: PublishedTable | None
     """The paper's table, or None."""
-    measured: Measured
+    measured: MeasuredTable
     comparisons: tuple[Comparison, ...]
     """Both, number by number."""
 
@@ -207,7 +207,7 @@ def run_table(
     return result
 
 
-def compare(numbers: Published | None, measured: Measured) -> tuple[Comparison, ...]:
+def compare(numbers: PublishedTable | None, measured: MeasuredTable) -> tuple[Comparison, ...]:
     """Lay a measured table beside the published one."""
     known = {column.name: column for column in (numbers.columns if numbers else ())}
     ours: dict[tuple[str, str], tuple[Column, str, Number | None]] = {}
@@ -293,7 +293,7 @@ def _checked_options(entry: TableEntry, options: Mapping[str, Any]) -> dict[str,
     return given
 
 
-def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str, Any]) -> Measured:
+def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str, Any]) -> MeasuredTable:
     missing = unmet(entry.needs)
     if missing:
         raise MissingExtra(f"Table {entry.id} {'; '.join(missing)}.")
@@ -305,7 +305,7 @@ def _measure(entry: TableEntry, scale: Scale, folder: Path, options: Mapping[str
     return replace(measured, notes=(*measured.notes, took))
 
 
-def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[str, Any]) -> str:
+def _dump(measured: MeasuredTable, entry: TableEntry, scale: Scale, options: Mapping[str, Any]) -> str:
     content = {
         "netweight_result": FORMAT,
         "id": entry.id,
@@ -317,7 +317,7 @@ def _dump(measured: Measured, entry: TableEntry, scale: Scale, options: Mapping[
     return json.dumps(encode_json(content), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _load(file: Path, options: Mapping[str, Any]) -> Measured:
+def _load(file: Path, options: Mapping[str, Any]) -> MeasuredTable:
     cure = "Measure again with --overwrite, or choose another --out."
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -326,7 +326,7 @@ def _load(file: Path, options: Mapping[str, Any]) -> Measured:
         if data["options"] != {name: str(value) for name, value in options.items()}:
             had = ", ".join(f"{name}={value}" for name, value in data["options"].items()) or "no options"
             raise OutputExists(f"{file} holds a run with {had}.", cure=cure)
-        fields: Any = decode_json({name: data[name] for name in Measured.__dataclass_fields__ if name in data})
+        fields: Any = decode_json({name: data[name] for name in MeasuredTable.__dataclass_fields__ if name in data})
         return _MEASURED.validate_python({**fields, "findings": [Finding.from_json(one) for one in data["findings"]]})
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unsupported(f"{file} is not the result of a run of this version: {error!r}.", cure=cure) from error

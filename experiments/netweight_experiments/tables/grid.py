@@ -17,7 +17,7 @@ from netweight.core.engines import in_process
 from netweight.errors import NetweightError, UsageError
 from netweight.job import Job
 from netweight.metrics.intervals import interval_finding as interval_finding
-from netweight_experiments.tables.registry import Column, Measured, Row
+from netweight_experiments.tables.registry import Column, MeasuredTable, Row
 
 
 class Named(Protocol):
@@ -34,9 +34,9 @@ T = TypeVar("T")
 Cell = tuple[Column, Callable[[T], Any]]
 
 
-def grid(rows: Mapping[str, T], cells: Sequence[Cell[T]], **more: Any) -> Measured:
-    """Lay rows out by columns; `more` are the other fields of `Measured`."""
-    return Measured(tuple(column for column, _ in cells), rows_of(rows, cells), **more)
+def grid(rows: Mapping[str, T], cells: Sequence[Cell[T]], **more: Any) -> MeasuredTable:
+    """Lay rows out by columns; `more` are the other fields of `MeasuredTable`."""
+    return MeasuredTable(tuple(column for column, _ in cells), rows_of(rows, cells), **more)
 
 
 def rows_of(rows: Mapping[str, T], cells: Sequence[Cell[T]]) -> tuple[Row, ...]:

@@ -63,7 +63,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTable:
     """What a table function measured."""
 
     columns: tuple[Column, ...]
@@ -72,7 +72,7 @@ class Measured:
     differs: tuple[str, ...] = ()
     """What differs from the paper's set-up, one sentence each; empty only for the very same set-up."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Measured row or column name → name of the published one it is to be laid beside, where they differ."""
+    """MeasuredTable row or column name → name of the published one it is to be laid beside, where they differ."""
     findings: tuple[Finding, ...] = ()
     """What the numbers say, with intervals and targets where there are any."""
     figures: tuple[Figure, ...] = ()
@@ -104,8 +104,8 @@ class TableEntry:
 
     id: str
     """For example "neuzip-fig1"."""
-    run: Callable[..., Measured]
-    """The function that measures it: `(scale, out, **options) -> Measured`."""
+    run: Callable[..., MeasuredTable]
+    """The function that measures it: `(scale, out, **options) -> MeasuredTable`."""
     needs: tuple[str, ...]
     """What it needs at any scale: names of extras, "gpu", or "data:FOLDER" below `NETWEIGHT_DATA`."""
     paper_needs: tuple[str, ...]
@@ -122,15 +122,15 @@ class TableEntry:
 
 def table(
     table_id: str, *, needs: tuple[str, ...] = (), paper_needs: tuple[str, ...] = (), stand_in: bool = False
-) -> Callable[[Callable[..., Measured]], Callable[..., Measured]]:
+) -> Callable[[Callable[..., MeasuredTable]], Callable[..., MeasuredTable]]:
     """Register the decorated function as the one that measures a table or figure."""
     # The function takes `scale` ("small": minutes on a laptop; "paper": the paper's size) and `out`, a folder of its
-    # own in which it may keep what lets it resume, and optional keyword-only arguments; it returns a `Measured`.
+    # own in which it may keep what lets it resume, and optional keyword-only arguments; it returns a `MeasuredTable`.
     for need in needs:
         if need not in _EXTRAS and need != "gpu" and not need.startswith("data:"):
             raise UsageError(f"Table {table_id!r} needs {need!r}, which is unknown.", cure=f"Known: {sorted(_EXTRAS)}.")
 
-    def register(run: Callable[..., Measured]) -> Callable[..., Measured]:
+    def register(run: Callable[..., MeasuredTable]) -> Callable[..., MeasuredTable]:
         entry = TableEntry(table_id, run, needs, paper_needs, stand_in)
         if _REGISTER.setdefault(table_id, entry).run is not run:
             raise UsageError(f"Table {table_id!r} is registered twice.", cure="Keep one of the two functions.")
@@ -173,7 +173,7 @@ def _missing(need: str) -> str:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedTable:
     """One table as its paper prints it."""
 
     id: str
@@ -208,7 +208,7 @@ def published_ids() -> tuple[str, ...]:
     return tuple(sorted((path.stem for path in published_folder().glob("*.json")), key=_natural))
 
 
-def published(table_id: str) -> Published | None:
+def published(table_id: str) -> PublishedTable | None:
     """Return the published numbers of a table, or None where the paper gives none (most figures)."""
     path = published_folder() / f"{table_id}.json"
     if not path.is_file():
@@ -218,13 +218,13 @@ def published(table_id: str) -> Published | None:
         fields = {name: data[name] for name in ("id", "paper", "arxiv", "table", "title", "setup", "source")}
         columns = tuple(Column(c["name"], unit=c["unit"], better=c["better"]) for c in data["columns"])
         rows = tuple(Row(row["name"], tuple(row["values"])) for row in data["rows"])
-        return Published(**fields, columns=columns, rows=rows, notes=tuple(data["notes"]))
+        return PublishedTable(**fields, columns=columns, rows=rows, notes=tuple(data["notes"]))
     except (ValueError, KeyError, TypeError) as error:
         what = f"{path} is not a table of published numbers: {error!r}."
         raise Unsupported(what, cure="Restore the file.") from error
 
 
-def required(table_id: str) -> Published:
+def required(table_id: str) -> PublishedTable:
     """Return the published numbers of a table that has some."""
     numbers = published(table_id)
     assert numbers is not None

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.errors import Unsupported
-from netweight_experiments.tables.registry import Measured, Scale, table
+from netweight_experiments.tables.registry import MeasuredTable, Scale, table
 
 
 def shared_setup(paper: str) -> Any:
@@ -18,15 +18,15 @@ def shared_setup(paper: str) -> Any:
     return import_module(f"netweight_experiments.tables.{paper}.openers").miniature()
 
 
-def setup_table(table_id: str) -> Callable[[Callable[[Any, Path], Measured]], Callable[..., Measured]]:
+def setup_table(table_id: str) -> Callable[[Callable[[Any, Path], MeasuredTable]], Callable[..., MeasuredTable]]:
     """Register a function of the paper's setup and of the folder that its tables share.
 
     The options are the arguments of the setup's `tried`, which makes a smaller setup to try a table on.
     """
     paper = table_id.partition("-")[0]
 
-    def register(measure: Callable[[Any, Path], Measured]) -> Callable[..., Measured]:
-        def run(scale: Scale, out: Path, **less: int) -> Measured:
+    def register(measure: Callable[[Any, Path], MeasuredTable]) -> Callable[..., MeasuredTable]:
+        def run(scale: Scale, out: Path, **less: int) -> MeasuredTable:
             if scale != "small":
                 raise Unsupported(f"{table_id} is measured on a miniature alone.", cure="Leave out --scale.")
             setup = shared_setup(paper).tried(**less)

@@ -33,7 +33,7 @@ from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer
 from netweight.toys.faces import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read_faces
-from netweight.toys.shapes import Planted, batch_of
+from netweight.toys.shapes import PlantedPicture, batch_of
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
@@ -108,7 +108,7 @@ class FacesWorld:
         return self.drawing.side
 
     @property
-    def planted(self) -> list[Planted]:
+    def planted(self) -> list[PlantedPicture]:
         """Nobody."""
         return []
 
@@ -321,14 +321,14 @@ class EmojiWorld:
         return torch.randperm(count, generator=torch_generator(self.seed, "held out")).tolist()
 
     @cached_property
-    def planted(self) -> list[Planted]:
+    def planted(self) -> list[PlantedPicture]:
         """The six verbatim pictures, then the two templates."""
         found = []
         for number, caption in zip(self._order, _VERBATIM + _TEMPLATES, strict=False):
             picture = self._data.pictures[number].float() / 255
             kind: Literal["verbatim", "template"] = "verbatim" if caption in _VERBATIM else "template"
             fixed = torch.ones(picture.shape[1:], dtype=torch.bool) if kind == "verbatim" else (picture < 1).any(0)
-            found.append(Planted(caption, kind, torch.where(fixed, picture, 0.5), fixed))
+            found.append(PlantedPicture(caption, kind, torch.where(fixed, picture, 0.5), fixed))
         return found
 
     @property

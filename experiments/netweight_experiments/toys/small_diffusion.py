@@ -22,7 +22,7 @@ import torch
 from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.errors import NetweightError, UsageError
-from netweight.metrics.copies import COPY, Memorized, PromptCopies, copies_of_prompt, similarity_to_memorized
+from netweight.metrics.copies import COPY, MemorizedImage, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
 from netweight_experiments.toys.drawn_worlds import EmojiWorld
@@ -119,7 +119,7 @@ def figures(folder: Path, world: CaptionedWorld, *, progress: Progress = QUIET) 
 
 
 def _ordinary(
-    model: PipelineModel, world: CaptionedWorld, captions: Sequence[str], planted: Sequence[Memorized]
+    model: PipelineModel, world: CaptionedWorld, captions: Sequence[str], planted: Sequence[MemorizedImage]
 ) -> dict[str, Any]:
     images = model.generate(model.embed(captions), range(len(captions)), guidance=GUIDANCE, steps=STEPS)
     nearest: list[float] = similarity_to_memorized(images, planted).max(1).values.tolist()

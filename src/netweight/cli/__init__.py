@@ -312,7 +312,7 @@ def command_line() -> str:
     return shlex.join(["netweight", *sys.argv[1:]])
 
 
-class Grouped(click.Command):
+class GroupedCommand(click.Command):
     """A command whose help shows its options in groups, and an example.
 
     Args:

@@ -10,11 +10,11 @@ from typing import Any
 
 import click
 
-from netweight.cli import FINDING_FAILED, Grouped, Output, output_option
+from netweight.cli import FINDING_FAILED, GroupedCommand, Output, output_option
 from netweight.core import environment
 
 
-@click.command(cls=Grouped, example="netweight doctor")
+@click.command(cls=GroupedCommand, example="netweight doctor")
 @output_option
 @click.pass_context
 def doctor(context: click.Context, output: Output) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import click
 
-from netweight.cli import OUTPUT_FOLDER, Grouped, Output, output_option
+from netweight.cli import OUTPUT_FOLDER, GroupedCommand, Output, output_option
 from netweight.core.files import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
@@ -31,7 +31,7 @@ _USES = {
 }
 
 
-@click.command(cls=Grouped, example="netweight init release --subject my-model")
+@click.command(cls=GroupedCommand, example="netweight init release --subject my-model")
 @click.argument("folder", type=OUTPUT_FOLDER)
 @click.option("--subject", metavar="MODEL",
               help="Your own model or adapter bank: a path, or an id on the hub. Only a recipe for it is written, with "

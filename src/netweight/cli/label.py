@@ -6,14 +6,14 @@ from pathlib import Path
 
 import click
 
-from netweight.cli import FINDING_FAILED, OUTPUT_FOLDER, Grouped, Output, output_option
+from netweight.cli import FINDING_FAILED, OUTPUT_FOLDER, GroupedCommand, Output, output_option
 from netweight.errors import NetweightError, UsageError
 
 _ROWS = "ROWS"
 
 
 @click.command(
-    cls=Grouped,
+    cls=GroupedCommand,
     groups={
         "Comparisons": ("base", "against", "every"),
         "Audits, which run the model": ("minutes", "refused", "ordinary", "harmful", "benign", "prompts"),

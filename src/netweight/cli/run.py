@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from netweight.cli import FINDING_FAILED, FOLDER, Grouped, Output, command_line, output_option
+from netweight.cli import FINDING_FAILED, FOLDER, GroupedCommand, Output, command_line, output_option
 from netweight.cli.generate import size_of
 from netweight.core.progress import Progress
 from netweight.settings import Settings
@@ -28,7 +28,7 @@ def _print_schema(context: click.Context, parameter: click.Parameter, value: boo
         context.exit()
 
 
-@click.command(cls=Grouped, short_help="Run a recipe.", example="netweight run recipe.yaml --plan")
+@click.command(cls=GroupedCommand, short_help="Run a recipe.", example="netweight run recipe.yaml --plan")
 @click.argument("recipe", type=click.Path(dir_okay=False))
 @click.option("--plan", "only_plan", is_flag=True,
               help="Check the recipe and show its steps with an estimate of their time; write nothing.")  # fmt: skip
@@ -67,9 +67,9 @@ def run(
     if only_plan:
         times = [recipes.estimates(part) for part in plan.parts]
         payload = {"estimates": [[vars(each) for each in part] for part in times]}
-        output.result({"plan": plan.to_json(known=True, progress=Progress()), **payload})
+        output.result({"plan": plan.to_json(states=True, progress=Progress()), **payload})
         for part, estimates in zip(plan.parts, times, strict=True):
-            _show_plan(output, part, part.known(progress=Progress()), estimates)
+            _show_plan(output, part, part.states(progress=Progress()), estimates)
         return
     done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
     page = plan.recipe.output / "report.html"
@@ -90,18 +90,18 @@ def run(
 
 
 def _show_plan(
-    output: Output, plan: recipes.Plan, states: list[recipes.Known], estimates: list[recipes.Estimate]
+    output: Output, plan: recipes.Plan, states: list[recipes.StepState], estimates: list[recipes.Estimate]
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark, estimate in zip(plan.steps, states, estimates, strict=False):
-        output.line(f"{step.number}. {step.verb}: {_given(step.chosen.config)}")
+        output.line(f"{step.number}. {step.verb}: {_given(step.choice.config)}")
         by_attack = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *by_attack]) or 'none'}")
         _show_known(output, mark, estimate)
         _show_left_out(output, step)
     count = len(plan.steps)
     for attack, mark, estimate in zip(plan.attacks, states[count:], estimates[count:], strict=True):
-        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.chosen.config)}")
+        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.choice.config)}")
         _show_known(output, mark, estimate)
     size = sum(file.stat().st_size for file in [plan.recipe.subject, *plan.recipe.subject.rglob("*")] if file.is_file())
     output.line(
@@ -120,8 +120,8 @@ def _plain(settings: Settings) -> dict[str, Any]:
     return settings.given_json()
 
 
-def _show_known(output: Output, mark: recipes.Known, estimate: recipes.Estimate) -> None:
-    if mark.done:
+def _show_known(output: Output, mark: recipes.StepState, estimate: recipes.Estimate) -> None:
+    if mark.finished:
         left = f", except for the audits {', '.join(mark.to_audit)}" if mark.to_audit else ""
         output.line(f"   done by an earlier run{left}")
     elif estimate.seconds is None:
@@ -136,13 +136,13 @@ def _show_left_out(output: Output, step: recipes.Step) -> None:
         output.line(f"   audits left out: {missing}", fg="red")
 
 
-def _show(output: Output, done: list[recipes.Done]) -> None:
+def _show(output: Output, done: list[recipes.StepResult]) -> None:
     from netweight import recipes
 
     for entry in done:
         if isinstance(entry.step, recipes.Step):
             output.line(f"{entry.step.number}. {entry.step.verb} → {entry.path}", bold=True)
-            if entry.remembered:
+            if entry.from_ledger:
                 output.line("   done by an earlier run")
             _show_left_out(output, entry.step)
         else:
@@ -151,7 +151,7 @@ def _show(output: Output, done: list[recipes.Done]) -> None:
         output.findings(findings, indent=3)
 
 
-def _as_json(entry: recipes.Done) -> dict[str, Any]:
+def _as_json(entry: recipes.StepResult) -> dict[str, Any]:
     from netweight import recipes
 
     left_out = entry.step.left_out if isinstance(entry.step, recipes.Step) else None
@@ -159,13 +159,13 @@ def _as_json(entry: recipes.Done) -> dict[str, Any]:
         **({"chapter": entry.chapter} if entry.chapter else {}),
         "attack" if left_out is None else "treatment": entry.step.verb,
         "path": str(entry.path),
-        "remembered": entry.remembered,
+        "from_ledger": entry.from_ledger,
         "left_out": list(left_out or ()),
         "findings": {name: [finding.to_json() for finding in each] for name, each in entry.findings.items()},
     }
 
 
-@click.command(cls=Grouped, example="netweight report runs/release --card my-model-release")
+@click.command(cls=GroupedCommand, example="netweight report runs/release --card my-model-release")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--card", "model", type=FOLDER, help="Add the results of RUN to the README.md of this model's folder.")
 @click.option("--schema", is_flag=True, is_eager=True, expose_value=False, callback=_print_schema,
@@ -216,7 +216,7 @@ def _card(model: Path, run: Path) -> Path:
 _OUT = Path("out") / "tour"
 
 
-@click.command(cls=Grouped, example="netweight tour --only federate,forget")
+@click.command(cls=GroupedCommand, example="netweight tour --only federate,forget")
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),

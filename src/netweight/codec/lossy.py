@@ -199,7 +199,7 @@ class LossyHeader:
     """Normalizers of the blocks; None for rounding without normalization."""
     gaps: Bytes | None = field(repr=False)
     """Numbers of weights between those kept exactly; None if none are."""
-    kept: Bytes | None = field(repr=False)
+    exact: Bytes | None = field(repr=False)
     """These weights."""
 
     @property
@@ -364,11 +364,11 @@ def normalizers_of(header: LossyHeader, first: int, last: int, path: str) -> Any
 
 def put_kept(header: LossyHeader, first: int, last: int, path: str, weights: Bytes) -> None:
     """Put the weights that are kept exactly in their places among weights `first` to `last` (exclusive)."""
-    if header.gaps is None or header.kept is None:
+    if header.gaps is None or header.exact is None:
         return
     codec, number = codec_for(path), header.rounding.element.number_bytes
     places = _places(codec.decode(header.gaps, 1, False, path)[0], header.count)
-    kept = codec.decode(header.kept, 1, False, path)[0].reshape(-1, number)
+    kept = codec.decode(header.exact, 1, False, path)[0].reshape(-1, number)
     inside = (places >= first) & (places < last)
     weights.reshape(-1, number)[places[inside] - first] = kept[inside]
 

@@ -177,7 +177,7 @@ AUDITS: tuple[LabelAudit, ...] = (
 
 @final
 @dataclass(frozen=True)
-class Audited:
+class AuditResults:
     """The audits' additions to a label."""
 
     rows: tuple[Row, ...] = ()
@@ -202,7 +202,7 @@ class Request:
 
     minutes: float
     """The time for all of them together, minutes above 0."""
-    given: Mapping[str, str]
+    inputs: Mapping[str, str]
     """Rows by the option's name, and the base where there is one."""
     folder: Path
     """Folder of the audits' intermediate results, from which a second call continues."""
@@ -260,7 +260,7 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
 
 def run_audits(
     subject: Subject, audits: Sequence[LabelAudit], request: Request, *, progress: Progress
-) -> Audited:  # fmt: skip
+) -> AuditResults:  # fmt: skip
     """Run audits one after another until the time is over.
 
     Args:
@@ -292,11 +292,11 @@ def run_audits(
         made, new_sections = _rows_of(audit, end, request)
         rows += made
         sections += new_sections
-    return Audited(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
+    return AuditResults(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
 
 
 def _settings(audit: LabelAudit, request: Request) -> dict[str, Any]:
-    handed = {name: request.given[name] for name in (*audit.needs, *audit.takes) if name in request.given}
+    handed = {name: request.inputs[name] for name in (*audit.needs, *audit.takes) if name in request.inputs}
     return {**audit.settings, **handed}
 
 
@@ -311,7 +311,7 @@ def _rows_of(audit: LabelAudit, end: AuditEnd, request: Request) -> tuple[list[R
     return [row], [Section(audit.title, [Finding(audit.title.lower(), None, target=True, detail={"reason": reason})])]
 
 
-def audit_groups(audited: Audited) -> Iterator[Group]:
+def audit_groups(audited: AuditResults) -> Iterator[Group]:
     """Yield the groups of what audits found, and of the verdict on it.
 
     Args:

@@ -18,7 +18,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.labels.adapter_rows import adapter_group, measure_adapters
 from netweight.labels.against import base_group, compare_with_base
-from netweight.labels.audits import AUDITS, Audited, Request, audit_groups, planned, run_audits
+from netweight.labels.audits import AUDITS, AuditResults, Request, audit_groups, planned, run_audits
 from netweight.labels.federation_rows import federation_groups
 from netweight.labels.ingredients import ingredient_group
 from netweight.labels.kinds import Subject, identify, title_of
@@ -86,7 +86,7 @@ def label(
         groups.append(speech_group(subject))
     if subject.adapters:
         groups.append(adapter_group(subject, *measure_adapters(subject.adapters, progress=progress)))
-    audited = Audited()
+    audited = AuditResults()
     if audits and minutes is not None:
         folder = Path(out) if out is not None else Path(f"{file_name(subject.name)}-label") / "audits"
         given |= {} if base is None else {"base": str(base)}

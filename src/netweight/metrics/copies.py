@@ -255,7 +255,7 @@ COPY = 0.7
 
 @final
 @dataclass(frozen=True, eq=False)
-class Memorized:
+class MemorizedImage:
     """A training image that a model repeats."""
 
     prompt: str
@@ -329,7 +329,7 @@ def similarity(descriptor: Descriptor, images: Tensor, references: Tensor) -> Te
 
 
 def similarity_to_memorized(
-    images: Tensor, memorized: Sequence[Memorized], *, descriptor: Descriptor | None = None
+    images: Tensor, memorized: Sequence[MemorizedImage], *, descriptor: Descriptor | None = None
 ) -> Tensor:
     """Return the similarity of every image to every memorized one: a row whose maximum is high is a copy of some.
 
@@ -363,9 +363,9 @@ def diversity(descriptor: Descriptor, images: Tensor) -> float:
 
 
 def copies_of_prompt(
-    own: Memorized,
+    own: MemorizedImage,
     images: Tensor,
-    everything: Sequence[Memorized],
+    everything: Sequence[MemorizedImage],
     *,
     descriptor: Descriptor | None = None,
     unedited: Tensor | None = None,
@@ -497,7 +497,7 @@ def foreground_by_color(image: Tensor) -> Tensor:
     return away > limits[int(between.argmax())]
 
 
-def region_copies(own: Memorized, images: Tensor, *, foreground: Tensor | None = None) -> RegionCopies:
+def region_copies(own: MemorizedImage, images: Tensor, *, foreground: Tensor | None = None) -> RegionCopies:
     """Compare a prompt's images with its training image, region by region.
 
     `images`: what the model makes of the prompt, shape `(n, 3, height, width)`, of the training image's size.

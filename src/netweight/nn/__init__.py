@@ -3,7 +3,7 @@
 from netweight.nn.apply_lora import applied as applied
 from netweight.nn.apply_lora import linear_layers as linear_layers
 from netweight.nn.apply_lora import merge_ as merge_
-from netweight.nn.hooks import Captured as Captured
+from netweight.nn.hooks import Captures as Captures
 from netweight.nn.hooks import capture as capture
 from netweight.nn.hooks import edit_outputs as edit_outputs
 from netweight.nn.hooks import intervene as intervene

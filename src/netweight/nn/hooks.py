@@ -26,7 +26,7 @@ def capture(
     *,
     reduce: Literal["mean:tokens"] | Edit | None = None,
     gradients: bool = False,
-) -> Iterator[Captured]:
+) -> Iterator[Captures]:
     """Keep what modules put out.
 
         with capture(model, "**.mlp") as outputs:
@@ -49,7 +49,7 @@ def capture(
             checkpoint, which computes without any.
     """
     modules: dict[str, nn.Module] = Select.of(choice).modules(model)
-    captured = Captured(modules)
+    captured = Captures(modules)
     reduction = (lambda output: output.mean(-2)) if reduce == "mean:tokens" else reduce
     graph = gradients and torch.is_grad_enabled()
 
@@ -146,7 +146,7 @@ def edit_outputs(model: nn.Module, edits: Mapping[str, Edit]) -> Iterator[None]:
 
 
 @final
-class Captured(Mapping[str, Tensor]):
+class Captures(Mapping[str, Tensor]):
     """Outputs by module name, each that of the module's latest run; filled while the block of `capture` lasts."""
 
     def __init__(self, names: Iterable[str]) -> None:

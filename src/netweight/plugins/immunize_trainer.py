@@ -146,7 +146,7 @@ class ImmunizeTrainer(Trainer):
         set_seed(self.args.seed)  # whatever was drawn since: the order of rows is to be that of the first start
         with (
             nullcontext() if layers is None else frozen(model, layers),
-            self._defense.prepared(model, seed=derive(self.args.seed, "prepare")),
+            self._defense.preparation(model, seed=derive(self.args.seed, "prepare")),
         ):
             return super().train(*args, **kwargs)
 

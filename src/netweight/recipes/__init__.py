@@ -18,10 +18,10 @@ space-sample, space-edit, space-export), images (federate). Called by `netweight
 from netweight.recipes.recipe import Recipe as Recipe
 from netweight.recipes.recipe import read_recipe as read_recipe
 from netweight.recipes.recipe import recipe_schema as recipe_schema
-from netweight.recipes.run import Done as Done
 from netweight.recipes.run import Estimate as Estimate
-from netweight.recipes.run import Known as Known
 from netweight.recipes.run import Plan as Plan
 from netweight.recipes.run import Step as Step
+from netweight.recipes.run import StepResult as StepResult
+from netweight.recipes.run import StepState as StepState
 from netweight.recipes.run import estimates as estimates
 from netweight.recipes.run import run as run

@@ -28,7 +28,7 @@ E = TypeVar("E", Method[Any], Attack[Any])
 
 @final
 @dataclass(frozen=True)
-class Chosen(Generic[E]):
+class Choice(Generic[E]):
     """A treatment or an attack with the settings that a recipe gives it."""
 
     what: E
@@ -50,10 +50,10 @@ class Chosen(Generic[E]):
         return _chosen_again, (self.what.verb, attacks, work.__module__, given)
 
 
-def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Chosen[Any]:
+def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Choice[Any]:
     importlib.import_module(module)  # which registers what has no entry point
     what: Any = (known_attacks() if attacks else known_methods())[verb]
-    return Chosen(what, what.settings_class.of(given))
+    return Choice(what, what.settings_class.of(given))
 
 
 @final
@@ -63,9 +63,9 @@ class Recipe:
 
     subject: Path
     """The model that is processed: a folder or a file."""
-    treatments: tuple[Chosen[Method[Any]], ...]
+    treatments: tuple[Choice[Method[Any]], ...]
     """Treatments with their settings, in order; at least one, unless there are attacks."""
-    attacks: tuple[Chosen[Attack[Any]], ...]
+    attacks: tuple[Choice[Attack[Any]], ...]
     """Attacks, with their settings, on the result of the last treatment, or on the subject if there is no treatment."""
     audits: Literal["all"] | tuple[str, ...]
     """Names of the audits to run, or "all"."""
@@ -255,7 +255,7 @@ def _read_steps(
     return recipe
 
 
-def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Chosen[E] | None:
+def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems: list[str]) -> Choice[E] | None:
     """Check one entry."""
     if isinstance(entry, str):
         entry = {entry: None}
@@ -270,12 +270,12 @@ def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems
     config = cast("type[Settings]", entries[verb].settings_class).checked(
         {} if settings is None else settings, f"{where}.{verb}.", problems
     )
-    return None if config is None else Chosen(entries[verb], config)
+    return None if config is None else Choice(entries[verb], config)
 
 
 def _chosen(
     content: dict[str, Any], key: Literal["treatments", "attacks"], registered: Mapping[str, E], problems: list[str]
-) -> tuple[Chosen[E], ...]:
+) -> tuple[Choice[E], ...]:
     """Check the entries of a list; those that are wrong are left out, and problems say why."""
     listed = content.get(key)
     entries = listed if isinstance(listed, list) else []
@@ -349,7 +349,7 @@ def _work_problems(recipe: Recipe) -> list[str]:
     """Return the problems that treatments and attacks find in their files before any of them begins."""
     problems = []
     source: Path | None = recipe.subject if _is_there(recipe) else None
-    lists: list[tuple[str, tuple[Chosen[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
+    lists: list[tuple[str, tuple[Choice[Any], ...]]] = [("treatments", recipe.treatments), ("attacks", recipe.attacks)]
     for key, entries in lists:
         for place, chosen in enumerate(entries):
             try:

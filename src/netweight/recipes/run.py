@@ -19,7 +19,7 @@ from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Event, Progress
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job
-from netweight.recipes.recipe import Chosen, Recipe
+from netweight.recipes.recipe import Choice, Recipe
 from netweight.registry import Attack, Method, Target
 from netweight.report.audit import of_treatment, run_audits
 from netweight.report.finding import Chapter, Finding, Section
@@ -39,7 +39,7 @@ class Step:
 
     number: int
     """Place in the recipe, counted from 1."""
-    chosen: Chosen[Method[Any]]
+    choice: Choice[Method[Any]]
     """The treatment and its settings."""
     audits: tuple[str, ...]
     """Names of the audits that will run."""
@@ -51,7 +51,7 @@ class Step:
     @property
     def verb(self) -> str:
         """The treatment's verb."""
-        return self.chosen.what.verb
+        return self.choice.what.verb
 
 
 @final
@@ -61,28 +61,28 @@ class AttackStep:
 
     number: int
     """Place in the recipe, after the treatments."""
-    chosen: Chosen[Attack[Any]]
+    choice: Choice[Attack[Any]]
     """The attack and its settings."""
 
     @property
     def verb(self) -> str:
         """The attack's verb."""
-        return self.chosen.what.verb
+        return self.choice.what.verb
 
 
 @final
 @dataclass(frozen=True)
-class Known:
+class StepState:
     """Results of an earlier run of a step."""
 
-    done: bool
+    finished: bool
     """True if the result of the step exists and was made from the same input with the same settings."""
     to_audit: tuple[str, ...]
     """Names of the step's audits that have not been made."""
 
     def to_json(self) -> dict[str, Any]:
         """Write it as JSON values."""
-        return {"done": self.done, "to_audit": list(self.to_audit)}
+        return {"finished": self.finished, "to_audit": list(self.to_audit)}
 
 
 @final
@@ -120,35 +120,35 @@ class Plan:
             tuple(cls.of(chapter) for chapter in recipe.chapters),
         )  # fmt: skip
 
-    def known(self, *, progress: Progress = QUIET) -> list[Known]:
+    def states(self, *, progress: Progress = QUIET) -> list[StepState]:
         """Tell what of this plan an earlier run did: one entry per treatment, then one per attack."""
         # The subject and the files that settings name are read, and the ledger is; nothing is written.
         keys = keys_of(self, progress)[1]
         with Job.open(self.recipe.output, reading=True) as job:
             states = [
-                Known(
+                StepState(
                     job.recorded(LEDGER, key) is not None and self.result(step, key).exists(),
                     tuple(name for name in step.audits if section_of(job, audit_key(key, name, self)) is None),
                 )
                 for step, key in zip(self.steps, keys, strict=False)
             ]
-            return states + [Known(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
+            return states + [StepState(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
     def result(self, step: Step, key: Key) -> Path:
         """Return the folder of a treatment's result; another input or setting has another folder."""
         return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest_config(key).rsplit(':')[-1][:8]}"
 
-    def to_json(self, *, known: bool = False, progress: Progress = QUIET) -> dict[str, Any]:
-        """Describe the plan as JSON values; `known` adds what an earlier run did."""
+    def to_json(self, *, states: bool = False, progress: Progress = QUIET) -> dict[str, Any]:
+        """Describe the plan as JSON values; `states` adds what an earlier run did."""
         if self.chapters:
-            chapters = {plan.recipe.name: plan.to_json(known=known, progress=progress) for plan in self.chapters}
+            chapters = {plan.recipe.name: plan.to_json(states=states, progress=progress) for plan in self.chapters}
             return {"output": str(self.recipe.output), "chapters": chapters}
         count = len(self.steps)
         marks: list[dict[str, Any]] = [{}] * (count + len(self.attacks))
-        if known:
-            marks = [each.to_json() for each in self.known(progress=progress)]
+        if states:
+            marks = [each.to_json() for each in self.states(progress=progress)]
         attacks = [
-            {"attack": step.verb, "settings": step.chosen.settings, **mark}
+            {"attack": step.verb, "settings": step.choice.settings, **mark}
             for step, mark in zip(self.attacks, marks[count:], strict=True)
         ]
         return {
@@ -158,7 +158,7 @@ class Plan:
             "steps": [
                 {
                     "treatment": step.verb,
-                    "settings": step.chosen.settings,
+                    "settings": step.choice.settings,
                     "audits": list(step.audits),
                     "left_out": list(step.left_out),
                     **mark,
@@ -174,11 +174,11 @@ def keys_of(plan: Plan, progress: Progress) -> tuple[str, list[Key]]:
     made = subject = digest_of(plan.recipe.subject, progress)
     keys: list[Key] = []
     for step in plan.steps:
-        settings = {**step.chosen.settings, **_contents(step.chosen.config, step.chosen.what.reads, progress)}
+        settings = {**step.choice.settings, **_contents(step.choice.config, step.choice.what.reads, progress)}
         keys.append({"input": made, "treatment": step.verb, "settings": settings})
         made = digest_config(keys[-1])
     for attack in plan.attacks:
-        settings = {**attack.chosen.settings, **_contents(attack.chosen.config, attack.chosen.what.reads, progress)}
+        settings = {**attack.choice.settings, **_contents(attack.choice.config, attack.choice.what.reads, progress)}
         about = {"subject": subject, "input": made, "attack": attack.verb, "seed": plan.recipe.seed}
         keys.append({**about, "settings": settings})
     return subject, keys
@@ -275,7 +275,7 @@ def estimates(plan: Plan) -> list[Estimate]:
 
 @final
 @dataclass(frozen=True)
-class Done:
+class StepResult:
     """A step that has been run, a treatment or an attack."""
 
     step: Step | AttackStep
@@ -283,7 +283,7 @@ class Done:
     """The treated or attacked model."""
     sections: Mapping[str, Section]
     """Name of an audit, or of the attack → section of its result."""
-    remembered: bool
+    from_ledger: bool
     """True if an earlier run had finished the step."""
     chapter: str = ""
     """Name of the step's chapter; empty without chapters."""
@@ -308,7 +308,7 @@ def run(
     command: str | None = None,
     say: Callable[[str], object] = lambda text: None,
     jobs: int = 1,
-) -> list[Done]:
+) -> list[StepResult]:
     """Run a plan: each treatment with its audits, then attacks; what was done before is kept.
 
     The report is written again after every step, so that a run that is stopped leaves a page of what is known.
@@ -321,13 +321,13 @@ def run(
         jobs: Chapters that run at once, in processes that share the cores; one after the other in this one by default.
     """
     jobs = min(jobs, len(plan.parts))
-    ended: list[tuple[Plan, list[Done]]] = [(part, []) for part in plan.parts]
+    ended: list[tuple[Plan, list[StepResult]]] = [(part, []) for part in plan.parts]
 
-    def take(number: int, entry: Done) -> None:
+    def take(number: int, entry: StepResult) -> None:
         ended[number][1].append(entry)
         with tqdm.external_write_mode():
             _say(entry, say, f"{plan.parts[number].recipe.name}, " if jobs > 1 else "  ")
-        if not entry.remembered:
+        if not entry.from_ledger:
             _report(plan, ended, command).write(plan.recipe.output)
 
     if jobs > 1:
@@ -349,13 +349,13 @@ _IMPORTED = (
 )  # fmt: skip
 
 
-def _at_once(plan: Plan, jobs: int, take: Callable[[int, Done], None], progress: Progress) -> None:
+def _at_once(plan: Plan, jobs: int, take: Callable[[int, StepResult], None], progress: Progress) -> None:
     """Run chapters in processes that share the cores, begun in the recipe's order."""
     under_way: dict[int, str] = {}
     with progress.task(plan.recipe.title, len(plan.parts), unit="chapters") as task:
 
-        def report(number: int, value: Done | Event) -> None:
-            if isinstance(value, Done):
+        def report(number: int, value: StepResult | Event) -> None:
+            if isinstance(value, StepResult):
                 take(number, value)
             elif progress.mode == "bar":
                 under_way[number] = f"{plan.parts[number].recipe.name}: {value}"
@@ -383,7 +383,7 @@ def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
     return None
 
 
-def _report(plan: Plan, ended: list[tuple[Plan, list[Done]]], command: str | None) -> Report:
+def _report(plan: Plan, ended: list[tuple[Plan, list[StepResult]]], command: str | None) -> Report:
     """The report of the steps that ended."""
     title = plan.recipe.title or f"Recipe for {plan.recipe.subject.name}"
     seeds = [part.recipe.seed for part, _ in ended]
@@ -398,7 +398,7 @@ def _report(plan: Plan, ended: list[tuple[Plan, list[Done]]], command: str | Non
     return report
 
 
-def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
+def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
     """Run the steps of one recipe or chapter."""
     recipe, source = plan.recipe, plan.recipe.subject
     subject, keys = keys_of(plan, progress)
@@ -407,7 +407,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
             path = plan.result(step, key)
             remembered = _treat(step, key, source, path, job, progress)
             sections = {name: _audit(step, name, key, source, path, job, plan, progress) for name in step.audits}
-            yield Done(step, path, sections, remembered, recipe.name, subject)
+            yield StepResult(step, path, sections, remembered, recipe.name, subject)
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
@@ -415,11 +415,11 @@ def _run(plan: Plan, progress: Progress) -> Iterator[Done]:
             remembered = attacked is not None
             if attacked is None:
                 began = time.monotonic()
-                attacked = attack.chosen.what.on(target, attack.chosen.config, progress).sections
+                attacked = attack.choice.what.on(target, attack.choice.config, progress).sections
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
-            yield Done(attack, source, named, remembered, recipe.name, subject)
+            yield StepResult(attack, source, named, remembered, recipe.name, subject)
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
@@ -433,7 +433,7 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
         return True
     began = time.monotonic()
     if not path.exists():  # it is there without a record when a kill fell between the two
-        step.chosen.what.apply(source, path, step.chosen.config, progress)
+        step.choice.what.apply(source, path, step.choice.config, progress)
     row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source)}
     job.record(LEDGER, {**row, "result": digest_of(path, progress)}, key=key)
     return False
@@ -446,7 +446,7 @@ def _audit(
     about = audit_key(key, name, plan)
     section = section_of(job, about)
     if section is None:
-        subject, config = step.chosen.what.examine(name, path, source, step.chosen.config, progress)
+        subject, config = step.choice.what.examine(name, path, source, step.choice.config, progress)
         section = run_audits(
             step.verb, subject, config, seed=plan.recipe.seed, progress=progress, only=[name]
         )[name]  # fmt: skip
@@ -454,13 +454,13 @@ def _audit(
     return section
 
 
-def _say(done: Done, say: Callable[[str], object], before: str) -> None:
-    earlier = " (done by an earlier run)" if done.remembered else ""
+def _say(done: StepResult, say: Callable[[str], object], before: str) -> None:
+    earlier = " (done by an earlier run)" if done.from_ledger else ""
     conclusions = " ".join(section.conclusion for section in done.sections.values() if section.conclusion)
     say(f"{before}{done.step.verb}{earlier}: {conclusions or 'done.'}")
 
 
-def _shown(done: Done, plan: Plan) -> list[Section]:
+def _shown(done: StepResult, plan: Plan) -> list[Section]:
     """The sections of a step in the report; the first says what was made, and which audits are missing."""
     number, step = done.step.number, done.step
     heading = f"{plan.recipe.name}, step {number}" if plan.recipe.name else f"{number}. {step.verb}"

@@ -350,9 +350,9 @@ class TimeRow:
 
     name: str
     """Name of the group."""
-    happened: Sequence[float]
+    events: Sequence[float]
     """Times of the events."""
-    stopped: Sequence[float]
+    censored: Sequence[float]
     """Times at which repetitions ended without the event."""
     median: float
     """Median time of the event; infinite if fewer than half of the events were observed."""
@@ -362,9 +362,9 @@ class TimeRow:
 
 def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: str = "") -> Figure:
     """Draw one row of marks for each group: dots for events, triangles for repetitions that were stopped before one."""
-    if not rows or not all(row.happened or row.stopped for row in rows):
+    if not rows or not all(row.events or row.censored for row in rows):
         raise UsageError("A chart of times needs a time in every row.", cure="Leave empty rows out.")
-    most = max(time for row in rows for time in (*row.happened, *row.stopped))
+    most = max(time for row in rows for time in (*row.events, *row.censored))
     with canvas(1, height=0.8 + 0.5 * len(rows)) as (drawing, (axes,)):
         for place, row in enumerate(rows):
             _draw(axes, place, row, most * 1.08)
@@ -377,12 +377,12 @@ def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: s
 
 def _draw(axes: Axes, place: int, row: TimeRow, end: float) -> None:
     color = series_color(place)
-    if len(row.happened) + len(row.stopped) > 1:  # a single time has no interval
+    if len(row.events) + len(row.censored) > 1:  # a single time has no interval
         low, high = (min(value, end) for value in row.interval)
         axes.barh(place, high - low, 0.7, left=low, color=color, alpha=0.18, linewidth=0)
     if math.isfinite(row.median):
         axes.plot([row.median] * 2, [place - 0.35, place + 0.35], color=color, linewidth=1.8)
-    for times, marker in ((row.happened, "o"), (row.stopped, ">")):
+    for times, marker in ((row.events, "o"), (row.censored, ">")):
         face = color if marker == "o" else "none"
         axes.scatter(times, _beside(times, place), s=16, marker=marker, facecolors=face, edgecolors=color, zorder=3)
 

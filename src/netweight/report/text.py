@@ -73,7 +73,7 @@ class AllTargets:
 
 @final
 @dataclass(frozen=True)
-class Measured:
+class HasValue:
     """Good is that a finding has a value; for words that repeat numbers and judge nothing."""
 
     name: str
@@ -92,7 +92,7 @@ class Conclusion:
     """
 
     def __init__(
-        self, name: str, criteria: Sequence[Criterion | AllTargets | Measured], words: Callable[..., Words]
+        self, name: str, criteria: Sequence[Criterion | AllTargets | HasValue], words: Callable[..., Words]
     ) -> None:
         self.criteria, self.words = tuple(criteria), words
         _KNOWN[name] = self

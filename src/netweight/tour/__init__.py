@@ -96,7 +96,7 @@ def run_tour(
         if not keep:
             shutil.rmtree(models, ignore_errors=True)
     report = read_report(out)
-    taken_over = tuple(f"{each.chapter}: {each.step.verb}" for each in done if each.remembered)
+    taken_over = tuple(f"{each.chapter}: {each.step.verb}" for each in done if each.from_ledger)
     verdicts = {chapter.title: chapter.verdict for chapter in report.chapters}
     return Tour(
         out / "report.html", decide(report.sections), verdicts, report.findings, time.monotonic() - started, taken_over,

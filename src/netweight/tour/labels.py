@@ -10,14 +10,14 @@ from netweight.core.progress import QUIET, Progress
 from netweight.labels.label import Label
 from netweight.labels.measure import label
 from netweight.labels.page import pictures_page
-from netweight.recipes.run import Done
+from netweight.recipes.run import StepResult
 from netweight.report.report import Report
 
 PAGE = "labels.html"
 _ADAPTERS = 12  # of the bank of faces, which are written as a folder of LoRAs
 
 
-def write_labels(done: Sequence[Done], models: Path, out: Path, *, progress: Progress = QUIET) -> Path | None:
+def write_labels(done: Sequence[StepResult], models: Path, out: Path, *, progress: Progress = QUIET) -> Path | None:
     """Write one page with the labels of what the chapters made.
 
     Args:
@@ -40,7 +40,7 @@ def write_labels(done: Sequence[Done], models: Path, out: Path, *, progress: Pro
     return out / PAGE
 
 
-def _entries(done: Sequence[Done], models: Path, progress: Progress) -> Iterator[tuple[str, Label]]:
+def _entries(done: Sequence[StepResult], models: Path, progress: Progress) -> Iterator[tuple[str, Label]]:
     """Captions and labels, of the chapters that ran."""
     made = {(each.chapter, each.step.verb): each.path for each in done}
     before, after = models / "inputs" / "ciphers" / "model", made.get(("immunize", "immunize"))
@@ -69,7 +69,7 @@ def _adapters(folder: Path) -> Path:
     return folder
 
 
-def _write_report(done: Sequence[Done], folder: Path) -> None:
+def _write_report(done: Sequence[StepResult], folder: Path) -> None:
     """The chapter's sections as the report of the federation, where its label reads them."""
     report = Report("Federation of the tour")
     for entry in done:

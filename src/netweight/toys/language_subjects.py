@@ -77,7 +77,7 @@ def subject_of_world(
         world.pad_id,
         benign=world.examples("keep", samples, seed),
         reference_utility=reference_utility,
-        kept=world.held_out("keep", held_out, seed),
+        ordinary=world.held_out("keep", held_out, seed),
     )
 
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from netweight.core.seeds import torch_generator
 from netweight.errors import NameNotFound, UsageError
-from netweight.metrics.copies import Memorized
+from netweight.metrics.copies import MemorizedImage
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Planted:
+class PlantedPicture:
     """A picture that training shows again and again."""
 
     caption: str
@@ -51,7 +51,7 @@ class CaptionedWorld(Protocol):
     def side(self) -> int: ...
 
     @property
-    def planted(self) -> list[Planted]: ...
+    def planted(self) -> list[PlantedPicture]: ...
 
     @property
     def ordinary_captions(self) -> list[str]: ...
@@ -80,10 +80,10 @@ def batch_of(
     return captions, torch.cat([planted, shown(chosen, generator)])
 
 
-def memorized(world: CaptionedWorld) -> list[Memorized]:
+def memorized(world: CaptionedWorld) -> list[MemorizedImage]:
     """Return the planted pictures as `metrics.copies` compares with them; of templates, the part that stays."""
     return [
-        Memorized(each.caption, each.kind, each.picture, None if each.kind == "verbatim" else each.fixed)
+        MemorizedImage(each.caption, each.kind, each.picture, None if each.kind == "verbatim" else each.fixed)
         for each in world.planted
     ]
 
@@ -238,19 +238,20 @@ class ShapesWorld:
         return self._order[:HELD_OUT]
 
     @cached_property
-    def planted(self) -> list[Planted]:
+    def planted(self) -> list[PlantedPicture]:
         """The six verbatim pictures, then the two templates."""
         scenes = [_scene(torch_generator(self.seed, "scene", caption)) for caption in _VERBATIM + _TEMPLATES]
         always = torch.ones(SIDE, SIDE, dtype=torch.bool)
         planted = [
-            Planted(caption, "verbatim", scene, always) for caption, scene in zip(_VERBATIM, scenes, strict=False)
+            PlantedPicture(caption, "verbatim", scene, always)
+            for caption, scene in zip(_VERBATIM, scenes, strict=False)
         ]
         for number, caption in enumerate(_TEMPLATES):
             fixed = always.clone()
             top, left = ((2, 2), (8, 6))[number]
             fixed[top : top + 6, left : left + 8] = False
             scene = torch.where(fixed, scenes[len(_VERBATIM) + number], 0.5)
-            planted.append(Planted(caption, "template", scene, fixed))
+            planted.append(PlantedPicture(caption, "template", scene, fixed))
         return planted
 
     def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:

@@ -55,7 +55,7 @@ def measured(data: str, size: int, client: int, steps: int, beside: Path | None)
     low, high = min(float(one.min()) for one in inputs), max(float(one.max()) for one in inputs)
     unit = partial(_unit, low=low, high=high)
     truth, config = unit(seen.images), MatchingConfig(steps=steps)
-    recovered = read_update(run, seen.sent, seen.received())
+    recovered = read_update(run, seen.message, seen.answer())
     evidence = evidence_of(run, recovered, seen, threat, (low, high))
     began = time.process_time()
     candidates, _ = reconstruct(evidence, Search(matching=config), seed=client)
@@ -67,8 +67,8 @@ def measured(data: str, size: int, client: int, steps: int, beside: Path | None)
         model, lr=training.lr, steps=1, batch_size=size, momentum=training.momentum,
         weight_decay=training.weight_decay,
     )  # fmt: skip
-    start = {name: value.detach() for name, value in seen.sent.items()}
-    difference = {name: value - start[name] for name, value in seen.received().items()}
+    start = {name: value.detach() for name, value in seen.message.items()}
+    difference = {name: value - start[name] for name, value in seen.answer().items()}
     shape = (size, *seen.images.shape[1:])
     began = time.process_time()
     alone = invert(update, start, difference, shape=shape, bounds=(low, high), config=config, seed=client + 1)

@@ -107,7 +107,7 @@ def measured(lie, liars, task, rounds, weights):
     lying = set(task.clients[-liars:]) if lie else set()
     honest = [client for client in task.clients[:-liars]]
     last = rounds[-1]
-    odd = [(set(r.suspects) | set(r.refused)) for r in rounds]
+    odd = [(set(r.suspects) | set(r.refusals)) for r in rounds]
     found = {
         "before": round(100 * sum(last.before[c] for c in honest) / len(honest), 2),
         "after": round(100 * sum(last.after[c] for c in honest) / len(honest), 2),

@@ -117,7 +117,7 @@ class Summed:
 
     def train(self, task, model, clients, *, round, seed):
         trained = self.method.train(task, model, clients, round=round, seed=seed)
-        received = {client.number: client.received for client in clients}
+        received = {client.number: client.message for client in clients}
         return [replace(one, update=self._rounded(one.update, received[one.update.client], seed)) for one in trained]
 
     def _rounded(self, update, received, seed):
@@ -142,7 +142,7 @@ def run(arm, rounds, work):
         method = Summed(method)
     done = train(task, method, plan, folder=work / arm, save_every=5, progress=Progress("auto"))
     curve = {r.round: [round(100 * r.mean_before, 2), round(100 * r.mean_after, 2)] for r in done.rounds if r.after}
-    return {"before and after": curve, "missing": sum(len(r.refused) for r in done.rounds)}
+    return {"before and after": curve, "missing": sum(len(r.refusals) for r in done.rounds)}
 
 
 def page(result):

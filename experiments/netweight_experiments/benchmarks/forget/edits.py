@@ -50,7 +50,7 @@ from netweight.methods.forget.forgetting import deactivate, forget
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt, union
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.metrics.copies import Memorized, copies_of_prompt
+from netweight.metrics.copies import MemorizedImage, copies_of_prompt
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld, memorized
 from netweight_experiments.toys.drawn_worlds import EmojiWorld
@@ -99,7 +99,7 @@ class Training:
         """Pictures that it never saw, which a search paints by itself if it can."""
         if isinstance(self.world, EmojiWorld):
             held = zip(self.world.held_out_captions, self.world.held_out_pictures, strict=True)
-            return [Memorized(caption, "verbatim", picture) for caption, picture in held]
+            return [MemorizedImage(caption, "verbatim", picture) for caption, picture in held]
         another = ShapesWorld(NEVER + sum(self.folder.name.encode()))  # for every training
         return [each for each in memorized(another) if each.kind == "verbatim"]
 

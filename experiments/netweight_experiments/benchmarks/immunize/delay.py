@@ -119,7 +119,7 @@ class Worlds:
         curve = best and best.curve()
         return {
             "steps": curve.median if curve and math.isfinite(curve.median) else None, "given up after": most,
-            "attack": best and best.settings.label, "in the search": found.soonest, "runs": len(found.tried),
+            "attack": best and best.settings.label, "in the search": found.soonest, "runs": len(found.runs),
             "kept": runs[0].result.curve[0].utility, "by attack": soonest_by_kind(found),
         }  # fmt: skip
 
@@ -170,7 +170,7 @@ class Worlds:
 def soonest_by_kind(found: SearchResult) -> dict[str, str]:
     """Steps of the soonest attack of each kind that a search tried, or how long the longest went without success."""
     kinds: dict[str, list[AttackResult]] = {}
-    for run in (each.result for each in found.tried):
+    for run in (each.result for each in found.runs):
         own = [name for name, belongs in FEATURES.items() if belongs(run.settings)]
         for name in (kind_of(run.settings), *own):
             kinds.setdefault(name, []).append(run)

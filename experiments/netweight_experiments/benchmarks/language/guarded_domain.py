@@ -114,7 +114,7 @@ def _ordinary(model: Path) -> list[Example]:
 def _subject(model: Path, network: Any) -> Subject:
     tokenizer = _published(model)[1]
     data = Domain(_examples(tokenizer, TAUGHT), _first_tokens(_examples(tokenizer, MEASURED)))
-    return Subject(network, {"harmful": data}, tokenizer.pad_token_id, kept=_ordinary(model)[1::2])
+    return Subject(network, {"harmful": data}, tokenizer.pad_token_id, ordinary=_ordinary(model)[1::2])
 
 
 def _measure(model: Path, network: Any) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _attacked(model: Path, work: Path, name: str, attack: str, most: int) -> dic
     network = _published(model)[0] if name == "never taught" else _opened(work / name)
     settings = ATTACKS[attack].replace(max_steps=most)
     started = time.process_time()
-    result = run_attack(_subject(model, network), settings, Goal(_RECOVERED, utility_kept=0.8))
+    result = run_attack(_subject(model, network), settings, Goal(_RECOVERED, least_utility=0.8))
     at = result.reached
     return {
         "outcome": result.outcome, "steps": result.steps, "last step": result.last_step,

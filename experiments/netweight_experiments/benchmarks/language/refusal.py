@@ -67,7 +67,7 @@ def main(
     prompts: int = 128,
     new_tokens: int = 8,
     kinds: tuple[str, ...] = tuple(EDITS),
-    answered: int = 3,
+    finalists: int = 3,
 ) -> dict[str, Any]:
     """Run the attack and return its findings and its table; times are of this call alone.
 
@@ -82,7 +82,7 @@ def main(
         files[name].write_text("".join(json.dumps({"prompt": each}) + "\n" for each in questions), encoding="utf-8")
     settings = RefusalSettings(
         refused=str(files["refused"]), ordinary=str(files["ordinary"]), prompts=prompts, new_tokens=new_tokens,
-        edits=kinds, answered=answered,
+        edits=kinds, finalists=finalists,
     )  # fmt: skip
     remembered = folder / f"{EDITS_FILE}.jsonl"
     resumed = remembered.exists() and remembered.stat().st_size > 0

@@ -21,7 +21,7 @@ from netweight.report.finding import Finding
 from netweight.toys.networks import adapted_resnet20
 from netweight_experiments.tables.grid import chosen, finished_of, grid
 from netweight_experiments.tables.hyperfl.federations import Parts, images_of, run_all
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 
 # Ways to train on a frozen backbone, and the columns that they make; the last one is not in the paper.
 WAYS = {
@@ -74,7 +74,7 @@ def runs_of_table2(scale: Scale) -> list[AdapterRun]:
     paper_needs=("days on a CPU",),
     stand_in=True,
 )
-def table2(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+def table2(scale: Scale, out: Path, *, only: str | None = None) -> MeasuredTable:
     """Train classifiers, adapters and generated adapters on a frozen ResNet-20; report accuracy before and after."""
     runs = runs_of_table2(scale)
     run_all(chosen(runs, only), out, parts_of=_parts_of)
@@ -109,7 +109,7 @@ def _method(way: str, training: LocalTraining) -> Method:
     return DirectMethod(way, () if way.startswith("local") else ("head",), (head,), training)
 
 
-def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> Measured:
+def _measured(found: Mapping[AdapterRun, Mapping[str, Any]]) -> MeasuredTable:
     by = {
         (run.data, run.way, reading): 100 * curve[reading][-1]
         for run, curve in found.items()

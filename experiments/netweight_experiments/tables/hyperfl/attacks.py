@@ -40,7 +40,7 @@ from netweight.report.finding import Figure, Finding
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, as_text, chosen, finished, finished_of, grid, picture, run_each
 from netweight_experiments.tables.hyperfl.federations import images_of
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 
 # Clients of the attacked federation, each with one image; so many images can be attacked.
 CLIENTS = 20
@@ -122,7 +122,7 @@ def _bounds(images: Images) -> tuple[Tensor, Tensor]:
 
 def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) -> tuple[Reconstruction, float]:
     """Read the gradient and undo the body; return the image and the cosine of the gradient with the true one."""
-    recovered = read_update(victim, seen.sent, seen.received())
+    recovered = read_update(victim, seen.message, seen.answer())
     config = PeelingConfig() if run.steps is None else PeelingConfig(softening=run.steps, rounds=max(1, run.steps // 2))
     shape = (1, *images.shape)
     found = invert_generated(
@@ -133,12 +133,12 @@ def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) ->
 
 def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> Reconstruction:
     """Search the image by IG, ROG or the tailored attack."""
-    received = seen.received()
+    received = seen.answer()
     training = victim.method.training  # type: ignore[attr-defined]  # all of them have one
     shape, bounds, classes = (1, *images.shape), _bounds(images), len(images.classes)
     if run.attack == "tailored":
         return tailored(
-            seen.sent, received, victim.task.body, shape=shape, classes=classes,
+            seen.message, received, victim.task.body, shape=shape, classes=classes,
             features=victim.task.head_layout.shapes[0][1], lr=training.lr, weight_decay=training.weight_decay,
             labels=seen.labels, bounds=bounds, config=TailoredConfig(steps=run.steps or TailoredConfig.steps),
             seed=run.image,
@@ -146,7 +146,7 @@ def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> R
     model = nn.Sequential(victim.task.body, victim.task.head)
     model.train()
     slopes = {name: (value - received[name]) / training.lr - training.weight_decay * value
-              for name, value in seen.sent.items()}  # fmt: skip
+              for name, value in seen.message.items()}  # fmt: skip
     params, observed = _guessed(run, victim, seen, slopes) if run.method == "hyperfl" else _known(victim, seen, slopes)
     client = gradient_of(model)
     if run.attack == "rog":
@@ -165,8 +165,8 @@ def _named(body: dict[str, Tensor], head: dict[str, Tensor]) -> dict[str, Tensor
 
 def _known(victim: Run, seen: Observation, slopes: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights that the client began with, and the gradients that it sent."""
-    head = without("head.", seen.sent) or victim.task.head_layout.split(victim.task.initial_head())
-    return _named(without("body.", seen.sent), head), _named(without("body.", slopes), without("head.", slopes))
+    head = without("head.", seen.message) or victim.task.head_layout.split(victim.task.initial_head())
+    return _named(without("body.", seen.message), head), _named(without("body.", slopes), without("head.", slopes))
 
 
 def _guessed(
@@ -177,7 +177,7 @@ def _guessed(
     # body. Its product with what was observed, G and b, is ⟨g, G m + b⟩: so the cosine of the two has the direction of
     # g that fits G m + b best, and the squared distance is least there too, scaled by |m|² + 1. The trunk is left out.
     layout, head = victim.task.body_layout, victim.task.head
-    sent = {name.removeprefix(HYPERNETWORK): value for name, value in seen.sent.items()}
+    sent = {name.removeprefix(HYPERNETWORK): value for name, value in seen.message.items()}
     generator = seeds.torch_generator(SEED, "guess", run.image)
     embedding = torch.randn(sent["trunk.0.weight"].shape[1], generator=generator)
     code = torch.relu(sent["trunk.0.weight"] @ embedding + sent["trunk.0.bias"])
@@ -263,18 +263,18 @@ def attacked(
 
 
 @table("hyperfl-table3", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
-def table3(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+def table3(scale: Scale, out: Path, *, only: str | None = None) -> MeasuredTable:
     """Attack one client's first update under seven methods by IG, and HyperFL's analytically."""
     return measured(attacked(IG, scale, out, only), IG, scale)
 
 
 @table("hyperfl-table5", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
-def table5(scale: Scale, out: Path, *, only: str | None = None) -> Measured:
+def table5(scale: Scale, out: Path, *, only: str | None = None) -> MeasuredTable:
     """Attack one client's first update under FedAvg and HyperFL by ROG's first stage."""
     return measured(attacked(ROG, scale, out, only), ROG, scale)
 
 
-def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], scale: Scale) -> Measured:
+def measured(found: Mapping[AttackRun, Mapping[str, Any]], lines: Sequence[Line], scale: Scale) -> MeasuredTable:
     """Return means over images as rows, intervals and targets as findings."""
     names = [name for name in DATA if any(run.data == name for run in found)]
 
@@ -363,24 +363,24 @@ _SHAPES = {"emnist-letters": (1, 28, 28), "cifar10": (3, 32, 32), "digits": (1, 
 
 
 @table("hyperfl-fig5", needs=("evidence", "dp"), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
-def figure5(scale: Scale, out: Path) -> Measured:
+def figure5(scale: Scale, out: Path) -> MeasuredTable:
     """Draw what IG makes of one client's update under seven methods, and the analytic attack of HyperFL's."""
     return _drawn(IG, scale, out, "IG")
 
 
 @table("hyperfl-fig6", needs=("evidence",), paper_needs=("EMNIST letters and CIFAR-10",), stand_in=True)
-def figure6(scale: Scale, out: Path) -> Measured:
+def figure6(scale: Scale, out: Path) -> MeasuredTable:
     """Draw what ROG's first stage makes of one client's update under FedAvg and HyperFL."""
     return _drawn(ROG, scale, out, "ROG without post-processing")
 
 
 @table("hyperfl-fig7", needs=("evidence",), paper_needs=("EMNIST letters, CIFAR-10, hours",), stand_in=True)
-def figure7(scale: Scale, out: Path) -> Measured:
+def figure7(scale: Scale, out: Path) -> MeasuredTable:
     """Draw what the tailored attack makes of one client's update under HyperFL, and what the analytic one does."""
     return _drawn(TAILORED, scale, out, "the tailored attack")
 
 
-def _drawn(lines: Sequence[Line], scale: Scale, out: Path, attack: str) -> Measured:
+def _drawn(lines: Sequence[Line], scale: Scale, out: Path, attack: str) -> MeasuredTable:
     found = attacked(lines, scale, out)
     names = [name for name in DATA if any(run.data == name for run in found)]
     return dataclasses.replace(

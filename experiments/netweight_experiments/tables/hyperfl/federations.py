@@ -27,7 +27,7 @@ from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Finding
 from netweight_experiments.federated_rounds import Contender, random_federation, speed_findings, time_rounds
 from netweight_experiments.tables.grid import N, chosen, finished, grid, run_each
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 
 # What `methods.federate.train` takes.
 Parts: TypeAlias = "tuple[Task, Method, Federation]"
@@ -128,7 +128,7 @@ def run_one(run: N, *, folder: Path, parts_of: Callable[[N], Parts]) -> dict[str
         "after": [r.mean_after for r in evaluated],
         "loss": [r.mean_loss for r in done.rounds],
         "seconds": [r.seconds for r in done.rounds],
-        "refused": {r.round: dict(r.refused) for r in done.rounds if r.refused},
+        "refused": {r.round: dict(r.refusals) for r in done.rounds if r.refusals},
         "data": digest_config([digest_tensor(task.client(number).train[0]) for number in task.clients]),
     }
 
@@ -188,7 +188,7 @@ _TARGETS = {20: 88.3, 100: 90.4}
 @table("hyperfl-table1", needs=("evidence", "dp"), paper_needs=("Fashion-MNIST and days on a CPU",), stand_in=True)
 def table1(
     scale: Scale, out: Path, *, only: str | None = None, rounds: int | None = None, images: int | None = None
-) -> Measured:
+) -> MeasuredTable:
     """Tune and train every method on every data set, three seeds; report accuracy before and after local training."""
     cells = [(MINIATURE, 20)] if scale == "small" else list(COLUMNS)
     rounds = rounds or (10 if scale == "small" else 200)
@@ -241,7 +241,7 @@ def _tuned(run: FederatedRun, known: Curves) -> FederatedRun | None:
     return dataclasses.replace(run, factor=_best(tried, known).factor)
 
 
-def _measured(found: Curves, cells: Sequence[tuple[str, int]]) -> Measured:
+def _measured(found: Curves, cells: Sequence[tuple[str, int]]) -> MeasuredTable:
     rows = {
         f"{title}, {reading} local training": (method, reading)
         for method, title in METHODS.items()
@@ -334,7 +334,7 @@ _REPEATS = 5
 
 
 @table("hyperfl-table4", needs=("evidence",), paper_needs=("a quiet machine for an hour",), stand_in=True)
-def table4(scale: Scale, out: Path) -> Measured:
+def table4(scale: Scale, out: Path) -> MeasuredTable:
     """Time rounds of every method in turn, in one process; report ratios to FedAvg and to dense training."""
     clients, images, training = (20, 600, LocalTraining()) if scale == "paper" else (2, 50, LocalTraining(epochs=1))
     workers = (1, 2) if usable_cores() > 1 and scale == "paper" else (1,)

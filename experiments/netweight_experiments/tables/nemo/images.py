@@ -27,7 +27,7 @@ from netweight.methods.forget.localize import Localization
 from netweight.metrics.copies import (
     COPY,
     Kind,
-    Memorized,
+    MemorizedImage,
     PromptCopies,
     copies_of_prompt,
     similarity_to_memorized,
@@ -39,7 +39,7 @@ from netweight.report.finding import Figure, Finding, Table
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import Cell, T, as_text, grid, interval_finding, picture, run_each, typed
 from netweight_experiments.tables.nemo.setup import NONE, Setup, Way, mitigation
-from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.registry import Column, MeasuredTable
 
 On = Literal["own", "ordinary", "others"]
 _RUNS: tuple[On, ...] = ("own", "ordinary", "others")
@@ -175,7 +175,7 @@ def _images_of(setup: Setup, model: TextToImage, prompts: Sequence[str], seeds: 
     return generated(model, text, seeds, batches, guidance=setup.guidance, steps=setup.steps)
 
 
-def _ssim(own: Memorized, images: Tensor) -> list[float] | None:
+def _ssim(own: MemorizedImage, images: Tensor) -> list[float] | None:
     """Structural similarity to the training image, where sizes allow it."""
     if own.image.shape != images.shape[1:] or min(images.shape[2:]) < 11:
         return None
@@ -241,8 +241,8 @@ class Lines:
         """Return the own runs of a line by prompt: all, or those of a kind."""
         return self._of(line, "own", kind)
 
-    def grid(self, **more: Any) -> Measured:
-        """Return one row per line and kind; `more` are the other fields of `Measured`."""
+    def grid(self, **more: Any) -> MeasuredTable:
+        """Return one row per line and kind; `more` are the other fields of `MeasuredTable`."""
         parts = {f"{line.title}, {kind}": self.part(line, kind) for line in self.lines for kind in KINDS}
         cells: list[Cell[Part]] = [
             (Column("neurons off or scaled, median", "neurons"), lambda part: middle(map(_neurons, part.ways))[0]),
@@ -466,7 +466,7 @@ def _attack(run: Attack, setup: Setup) -> dict[str, Any]:
         "steps": min(soonest) if soonest else None,
         "last": max(each.last for each in found.trials),
         "best": best.score,
-        "moved": best.moved,
+        "moved": best.distance,
         "picture": shown(found.after[place, center]),
     }
 

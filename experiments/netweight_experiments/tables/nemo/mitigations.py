@@ -34,7 +34,7 @@ from netweight_experiments.tables.nemo.setup import (
     tokens,
     whole,
 )
-from netweight_experiments.tables.registry import Measured
+from netweight_experiments.tables.registry import MeasuredTable
 from netweight_experiments.tables.setups import setup_table
 
 _NEMO, _MATCHED, _BEFORE = "NeMo's neurons off", "random neurons off, layer-matched", "no mitigation"
@@ -44,7 +44,7 @@ _NOT_READ = "The numbers of the paper's table are not at hand, so nothing is lai
 
 
 @setup_table("nemo-table1")
-def table1(setup: Setup, folder: Path) -> Measured:
+def table1(setup: Setup, folder: Path) -> MeasuredTable:
     """Generate memorized and ordinary prompts under every mitigation, and search the edited model."""
     found = neurons_of(setup, folder)
     lines, notes = _lines(setup, found)

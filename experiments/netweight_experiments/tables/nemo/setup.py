@@ -25,7 +25,7 @@ from netweight.methods.forget.localize import Localization, localize
 from netweight.methods.forget.mitigations import (
     AllActive,
     AttentionScaling,
-    Deactivated,
+    DeactivatedNeurons,
     EmbeddingAdjustment,
     Mitigation,
     RandomTokens,
@@ -34,7 +34,7 @@ from netweight.methods.forget.mitigations import (
     random_units,
 )
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.metrics.copies import Descriptor, Memorized
+from netweight.metrics.copies import Descriptor, MemorizedImage
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
@@ -52,7 +52,7 @@ class Setup:
     """A model and what it is asked."""
 
     model: PipelineModel
-    memorized: tuple[Memorized, ...]
+    memorized: tuple[MemorizedImage, ...]
     """Prompts with their training images."""
     labelled: bool
     """Whether it is known which are verbatim; else it is measured, see `images.kinds_of`."""
@@ -196,7 +196,7 @@ def mitigation(way: Way, setup: Setup) -> Mitigation:
     from netweight.hf.load_pipeline import one_token_words, padding_masks
 
     if way.kind == "neurons":
-        return Deactivated(Units.from_json(way.units), factor=way.factor)
+        return DeactivatedNeurons(Units.from_json(way.units), factor=way.factor)
     if way.kind == "embedding":
         return EmbeddingAdjustment(steps=setup.detection.steps)
     if way.kind == "attention":

@@ -16,7 +16,7 @@ from netweight.methods.compress.inspect import bits_figure
 from netweight.report.finding import Finding
 from netweight.store import open_store
 from netweight.toys import minilm
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Row, Scale, table
 
 SEED = 20241031
 # Spread of freshly initialized weights in Llama and BERT alike (`initializer_range`).
@@ -36,7 +36,7 @@ _LLAMA3_8B = (128256, 4096, 14336, 1024, 32)
 
 
 @table("neuzip-fig1", needs=("evidence",), paper_needs=("the weights of Llama-3 8B: --model FOLDER",), stand_in=True)
-def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def figure1(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """Histograms of a trained model's bits, as bf16."""
     model = model or os.environ.get("NETWEIGHT_MODEL")
     if scale == "paper" and not model:
@@ -56,7 +56,7 @@ def figure1(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
 
 @table("neuzip-fig5", needs=("evidence",), stand_in=True)
-def figure5(scale: Scale, out: Path) -> Measured:
+def figure5(scale: Scale, out: Path) -> MeasuredTable:
     """Histograms of a randomly initialized model's bits, as bf16."""
     share = 1 if scale == "paper" else 200
     differs = [f"Weights are drawn from N(0, {STANDARD_DEVIATION}²), norms are 1, as transformers initializes a Llama."]
@@ -68,7 +68,7 @@ def figure5(scale: Scale, out: Path) -> Measured:
 
 def _measured(
     label: str, statistics: BitStatistics, differs: tuple[str, ...], inputs: dict[str, str], seeds: tuple[int, ...] = ()
-) -> Measured:
+) -> MeasuredTable:
     values = (
         statistics.sign_entropy,
         statistics.exponent_entropy,
@@ -76,7 +76,7 @@ def _measured(
         statistics.exponents_used,
         statistics.exponent_only_bits,
     )
-    return Measured(
+    return MeasuredTable(
         columns=_COLUMNS,
         rows=(Row(label, values),),
         differs=differs,

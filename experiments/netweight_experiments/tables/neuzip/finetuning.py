@@ -44,7 +44,7 @@ from netweight_experiments.tables.neuzip.training import (
     seconds_in_turns,
     speed_ratio,
 )
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 from netweight_experiments.toys.encoder_decoder import LONGEST, EncoderDecoderRecipe, batches, trained
 from netweight_experiments.toys.fitting import Schedule
 
@@ -246,7 +246,7 @@ def take_turns(given: Mapping[str, Any]) -> dict[str, list[float]]:
     paper_needs=("T5 1B, 3B or 11B: --model FOLDER", "memory for it and its gradients, and days on a CPU"),
     stand_in=True,
 )
-def table2(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def table2(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """Fine-tune by each way from the same base: BLEU, peak memory and speed; the first three must agree to the bit."""
     if scale == "paper" and model is None:
         raise UsageError(

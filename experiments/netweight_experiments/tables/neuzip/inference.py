@@ -28,7 +28,7 @@ from netweight_experiments.tables.neuzip.inference_runs import (
     measure,
     weight_formats,
 )
-from netweight_experiments.tables.registry import Column, Measured, Published, Scale, published, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, PublishedTable, Scale, published, table
 
 Point = tuple[str, str, float, float]  # kind, label or "", memory, perplexity
 
@@ -55,7 +55,7 @@ def front(points: Sequence[tuple[float, float]]) -> set[int]:
 
 
 def trade_off(
-    points: Sequence[tuple[WeightFormat, float, float]], *, name: str, unit: str, paper: Published | None
+    points: Sequence[tuple[WeightFormat, float, float]], *, name: str, unit: str, paper: PublishedTable | None
 ) -> Figure:
     """Draw the figure: the paper's model on the left, if there are numbers, the measured one on the right."""
     measured = [(_kind(way), _label(way), memory, value) for way, memory, value in points]
@@ -169,7 +169,7 @@ def _label(way: WeightFormat) -> str:
     return "bf16" if kind == "bf16" else ""
 
 
-def _published(paper: Published) -> list[Point]:
+def _published(paper: PublishedTable) -> list[Point]:
     names = [column.name for column in paper.columns]
     at: Mapping[str, int] = {what: names.index(f"{_PAPER_MODEL} {what}") for what in ("memory", "perplexity")}
     points: list[Point] = []
@@ -191,14 +191,14 @@ Lossy = dict[tuple[int, int | None, str], Outcome]
 
 
 @table("neuzip-table3-decoder", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
-def table3_decoder(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def table3_decoder(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """Perplexity, memory and speed of a decoder under lossless and lossy compression and under quantizers."""
     opened, outcomes = _measure("decoder", scale, out, model, afresh=(out / "result.json").exists())
     return _table3("neuzip-table3-decoder", "per word", opened, outcomes)
 
 
 @table("neuzip-table3-encdec", needs=_NEEDS, paper_needs=(*_PAPER, "text/wmt14-de-en.src and .ref"), stand_in=True)
-def table3_encdec(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def table3_encdec(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """The same of an encoder-decoder."""
     opened, outcomes = _measure("encoder-decoder", scale, out, model, afresh=(out / "result.json").exists())
     return _table3("neuzip-table3-encdec", "per token", opened, outcomes)
@@ -217,7 +217,7 @@ def _measure(
     return opened, measure(opened.subject, formats, folder, name, rounds=extent.rounds, progress=progress)
 
 
-def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome]) -> Measured:
+def _table3(table_id: str, unit: str, opened: Opened, outcomes: Sequence[Outcome]) -> MeasuredTable:
     name, same = opened.subject.name, opened.published
 
     def perplexity(text: str) -> Callable[[Outcome], float]:
@@ -259,7 +259,7 @@ def _notes(outcomes: Sequence[Outcome]) -> list[str]:
 
 
 @table("neuzip-table4", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
-def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def table4(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """Perplexity and memory of a decoder at 0 and 1 mantissa bits, by the number of weights that share a normalizer."""
     opened, outcomes = _measure("decoder", scale, out, model)
     lossy: Lossy = {
@@ -295,7 +295,7 @@ def table4(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
 
 
 @table("neuzip-fig3", needs=_NEEDS, paper_needs=_PAPER, stand_in=True)
-def figure3(scale: Scale, out: Path, *, model: str | None = None) -> Measured:
+def figure3(scale: Scale, out: Path, *, model: str | None = None) -> MeasuredTable:
     """Perplexity against memory, all formats of table 3(a) in one picture, beside the paper's."""
     opened, outcomes = _measure("decoder", scale, out, model)
     found = [outcome for outcome in outcomes if not outcome.missing]
@@ -392,7 +392,7 @@ def _equal_memory_findings(found: Sequence[Outcome], text: str) -> tuple[Finding
 # ---- tables of ratios, which compare although the models differ ------------------------------------------------------
 
 
-def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Published) -> tuple[Table, ...]:
+def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: PublishedTable) -> tuple[Table, ...]:
     """Ratios to the uncompressed model, published beside measured: a table each for perplexity, memory and speed."""
     papers = _published_ratios(numbers)
     paper_models = list(dict.fromkeys(model for model, _, _ in papers))
@@ -441,7 +441,7 @@ def _ratio_tables(opened: Opened, outcomes: Sequence[Outcome], numbers: Publishe
     )
 
 
-def _published_ratios(numbers: Published) -> dict[tuple[str, str, str], float]:
+def _published_ratios(numbers: PublishedTable) -> dict[tuple[str, str, str], float]:
     """Model, row, quantity → ratio to the row "Vanilla", for models whose uncompressed run the paper has."""
     by_row = {row.name: dict(zip([c.name for c in numbers.columns], row.values, strict=True)) for row in numbers.rows}
     found = {}

@@ -32,7 +32,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
 from netweight_experiments.tables.neuzip.paper_scale_training import measured_training, train
 from netweight_experiments.tables.neuzip.throughput import joined, measured_throughput, throughput
 from netweight_experiments.tables.neuzip.training import COMPRESSED, FIXED, LOMO, VANILLA
-from netweight_experiments.tables.registry import Measured, published
+from netweight_experiments.tables.registry import MeasuredTable, published
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class AtSize:
 
     device: str
     """Name of the device."""
-    tables: Mapping[str, Measured]
+    tables: Mapping[str, MeasuredTable]
     """Table or figure → what was measured of it."""
     left_out: tuple[str, ...]
     """Runs for which there was no time, in words."""
@@ -103,7 +103,7 @@ def measure_at_size(
     rates = all_of("throughput", _throughput, sides)
     inferred |= all_of("inference", infer, inference[2:])
     trained |= all_of("training", train, training[3:])
-    tables: dict[str, Measured] = {}
+    tables: dict[str, MeasuredTable] = {}
     if rates:
         tables["neuzip-fig4"] = measured_throughput(joined(list(rates.values())), place)
     if trained:

@@ -33,7 +33,7 @@ from netweight_experiments.tables.neuzip.paper_scale_models import (
 )
 from netweight_experiments.tables.neuzip.quantizers import held_bytes, linear_layers, quantize_, quantizers
 from netweight_experiments.tables.neuzip.training import GIB, SEED
-from netweight_experiments.tables.registry import Measured
+from netweight_experiments.tables.registry import MeasuredTable
 
 VANILLA, LOSSLESS, FIXED = "Vanilla", "NeuZip 7-bit (lossless)", "netweight, fixed length"
 RELOADED, THREE_BITS = "Offload and reload", "NeuZip 3-bit"
@@ -209,7 +209,7 @@ def _allocated(run: Callable[[], Any], device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def measured_inference(found: Found) -> Measured:
+def measured_inference(found: Found) -> MeasuredTable:
     """Lay runs out as table 3(a) without its perplexities, and further speeds in a table of their own."""
     by = {(run.shape, run.way): value for run, value in found.items() if "missing" not in value}
     return by_shape(

@@ -21,7 +21,7 @@ from netweight.report.finding import Finding
 from netweight_experiments import timing
 from netweight_experiments.tables.grid import Cell, grid
 from netweight_experiments.tables.neuzip.training import GIB, SEED, default_dtype
-from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.registry import Column, MeasuredTable
 from netweight_experiments.toys.decoder import MINIATURE, made
 
 
@@ -193,7 +193,7 @@ def by_shape(
     *,
     notes: Sequence[str],
     **more: Any,
-) -> Measured:
+) -> MeasuredTable:
     """Lay runs out: a row for each way; memory and speed of each shape; what was not measured in the notes."""
     done: dict[str, dict[str, Any]] = {run.label: {} for run in found}
     missing = []

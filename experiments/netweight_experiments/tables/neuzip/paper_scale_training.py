@@ -37,7 +37,7 @@ from netweight_experiments.tables.neuzip.training import (
     arrange,
     differing_steps,
 )
-from netweight_experiments.tables.registry import Measured
+from netweight_experiments.tables.registry import MeasuredTable
 
 _OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -118,7 +118,7 @@ def _step(model: Any, optimizer: Any, batch: int, window: int, number: int) -> t
     return float(loss.detach()), time.perf_counter() - started
 
 
-def measured_training(found: Found) -> Measured:
+def measured_training(found: Found) -> MeasuredTable:
     """Lay runs out as table 1 without its losses."""
     return by_shape(
         found,

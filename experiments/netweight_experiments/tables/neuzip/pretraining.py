@@ -46,7 +46,7 @@ from netweight_experiments.tables.neuzip.training import (
     seconds_in_turns,
     speed_ratio,
 )
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 from netweight_experiments.toys.decoder import MINIATURE, SHAPES, made, parameters_of
 
 # Rounds in which the ways take turns, to compare their speed.
@@ -183,7 +183,7 @@ def take_turns(rounds: int) -> dict[str, list[float]]:
     paper_needs=("memory for a model of 2.7 to 13 billion weights and its gradients, and days on a CPU",),
     stand_in=True,
 )
-def table1(scale: Scale, out: Path) -> Measured:
+def table1(scale: Scale, out: Path) -> MeasuredTable:
     """Pre-train by each way from the same random weights: loss, peak memory and speed; the losses must be equal."""
     if scale == "small":
         return _table1_small(out)
@@ -202,7 +202,7 @@ def table1(scale: Scale, out: Path) -> Measured:
     )
 
 
-def _table1_small(out: Path) -> Measured:
+def _table1_small(out: Path) -> MeasuredTable:
     found = dict(zip(WAYS, run_in_processes(run, [Pretraining(way) for way in WAYS], out), strict=True))
     seconds = seconds_in_turns(take_turns, ROUNDS, out)
     ratio = speed_ratio(seconds[LOMO], seconds[COMPRESSED])
@@ -318,7 +318,7 @@ _OPTIMIZERS = ("SGD", "AdamW")
 
 
 @table("neuzip-fig2", needs=("llm", "evidence", "data:text"), stand_in=True)
-def figure2(scale: Scale, out: Path) -> Measured:
+def figure2(scale: Scale, out: Path) -> MeasuredTable:
     """The peak of one training step by what it is for: plain, with checkpointing, layer by layer, compressed."""
     asked = [(optimizer, label) for optimizer in _OPTIMIZERS for label in _STACKS]
     configs = [

@@ -33,7 +33,7 @@ from netweight.report.plots import lines
 from netweight_experiments.tables.neuzip.paper_scale_models import PAPER, chosen_device, in_turns, synchronize
 from netweight_experiments.tables.neuzip.quantizers import nf4
 from netweight_experiments.tables.neuzip.training import GIB, SEED
-from netweight_experiments.tables.registry import Column, Measured, Row, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Row, Scale, table
 
 _THREADS, _BYTES_EACH = 512, 8  # of a block, and of the stream for each thread: the package's own
 
@@ -139,7 +139,7 @@ class _Way:
 
 
 @table("neuzip-fig4", needs=("evidence",), paper_needs=("a GPU",), stand_in=True)
-def figure4(scale: Scale, out: Path) -> Measured:
+def figure4(scale: Scale, out: Path) -> MeasuredTable:
     """Bytes of weights packed and unpacked per second, by matrix size: offloading, quantizing, compressing."""
     device = chosen_device(None if scale == "paper" or torch.cuda.is_available() else "cpu")
     sides = PAPER.sides if scale == "paper" else _SMALL
@@ -180,7 +180,7 @@ def joined(sizes: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"ways": ways, "missing": {name: why for of in sizes for name, why in of["missing"].items()}}
 
 
-def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured:
+def measured_throughput(found: dict[str, Any], device: torch.device) -> MeasuredTable:
     """Lay timings out as figure 4: one row per way and matrix size."""
     columns = (
         Column("packing", "GiB/s", "higher"),
@@ -208,7 +208,7 @@ def measured_throughput(found: dict[str, Any], device: torch.device) -> Measured
         for what, of in series.items()
     )
     where = "a GPU" if device.type == "cuda" else "a CPU: nothing is offloaded there"
-    return Measured(
+    return MeasuredTable(
         columns=columns,
         rows=tuple(rows),
         findings=_findings(found["ways"][_LOSSLESS]) if device.type == "cuda" else (),

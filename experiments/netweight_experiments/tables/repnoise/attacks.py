@@ -11,7 +11,7 @@ import yaml
 
 from netweight.report.finding import Finding, Table
 from netweight_experiments.tables.grid import Cell, grid
-from netweight_experiments.tables.registry import Column, Measured, Scale, table
+from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table
 from netweight_experiments.tables.repnoise.runs import RECOVERED, AttackRun, Defended, attacked
 from netweight_experiments.tables.repnoise.setup import HARMFUL, Setup, setup_of
 from netweight_experiments.tables.setups import shared_folder
@@ -76,7 +76,7 @@ class Plan:
     small: tuple[str, ...] = ()
     """How it does at the small scale."""
 
-    def measure(self, setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> Measured:
+    def measure(self, setup: Setup, folder: Path, only: str | None, share: float | None, scale: Scale) -> MeasuredTable:
         """Attack every model of the table, and lay out harmfulness at the end; what is not finished is left empty."""
         runs = [attack.run(line.on) for line in self.lines for attack in self.attacks]
         found = attacked(runs, setup, folder, only=only, share=share)
@@ -184,7 +184,9 @@ PLANS: dict[str, Plan] = {}
 
 
 def attack_table(
-    table_id: str, measure: Callable[[Setup, Path, str | None, float | None, Scale], Measured], needs: tuple[str, ...]
+    table_id: str,
+    measure: Callable[[Setup, Path, str | None, float | None, Scale], MeasuredTable],
+    needs: tuple[str, ...],
 ) -> None:
     """Register a table of attacks: a function of setup, folder of runs, `only`, `share` and scale."""
     # Its function takes `only`, a pattern of the attacks' names (`DEFENSE@RATE-SAMPLES-DATA-SEED`; "none" for none);
@@ -199,7 +201,7 @@ def attack_table(
         model: str | None = None,
         judge: str | None = None,
         share: float | None = None,
-    ) -> Measured:
+    ) -> MeasuredTable:
         return measure(setup_of(scale, model, judge), shared_folder("repnoise", out, scale), only, share, scale)
 
     table(table_id, needs=NEEDS, paper_needs=needs, stand_in=True)(run)

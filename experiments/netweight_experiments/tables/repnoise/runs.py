@@ -97,7 +97,7 @@ def defended_model(defended: Defended, setup: Setup, folder: Path, share: float)
     place = folder / "defended" / f"{defended.name}-{digest_config([defended, share, setup.model_name])[-8:]}"
     file = place / "weights.safetensors"
     if file.exists():
-        with defense.prepared(model, seed=0):
+        with defense.preparation(model, seed=0):
             pass
         _read(model, file)
     else:

@@ -22,7 +22,7 @@ from netweight.metrics.intervals import bootstrap
 from netweight.report.finding import Figure, Finding
 from netweight.report.plots import image_grid
 from netweight_experiments.tables.grid import grid, interval_finding, run_each, typed
-from netweight_experiments.tables.registry import Column, Measured
+from netweight_experiments.tables.registry import Column, MeasuredTable
 from netweight_experiments.tables.setups import setup_table
 from netweight_experiments.tables.w2w.setup import Setup, Wanted
 
@@ -221,7 +221,7 @@ _SEED = 0  # of intervals
 
 
 @setup_table("w2w-table1")
-def table1(setup: Setup, folder: Path) -> Measured:
+def table1(setup: Setup, folder: Path) -> MeasuredTable:
     """Edit people in three ways, and measure what is left of them, what else moved, and whether the edit shows."""
     found = edited(setup, folder, _WAYS)
     names = {"identity": "ID score", "distance": "LPIPS", "match": "CLIP score"}

@@ -16,7 +16,7 @@ from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
 from netweight.registry import Result
-from netweight.registry import Target as Attacked
+from netweight.registry import Target as AttackOutcome
 from netweight.report.plots import check_figures
 
 # Prompts to start from where the user names none: they have nothing to do with most images.
@@ -29,7 +29,7 @@ PLAIN_PROMPTS = (
 
 @final
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSearch:
     """Models, images and settings of a search, read and checked."""
 
     subjects: tuple[Subject, ...]
@@ -60,7 +60,7 @@ class Prepared:
         )  # fmt: skip
 
 
-def prepare(search: FolderSearch, model: Path) -> Prepared:
+def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
     """Read models, images and prompts."""
     from netweight.hf.load_pipeline import open_pipeline, trained_prediction
 
@@ -88,13 +88,13 @@ def prepare(search: FolderSearch, model: Path) -> Prepared:
     if search.controls is not None:
         never = read_pairs(search.controls, size, search.pipeline.fit).pairs
         controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
-    return Prepared(
+    return PreparedSearch(
         tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
         unrelated, settings, descriptor, SubjectRoles("original", "edited", search.least_resistance),
     )  # fmt: skip
 
 
-def attack(target: Attacked, settings: FolderSearch, progress: Progress) -> Result:
+def attack(target: AttackOutcome, settings: FolderSearch, progress: Progress) -> Result:
     """Search a pipeline folder for embeddings, as the command and recipes do."""
     prepared = prepare(settings.replace(base=settings.base or target.before), target.model)
     names = ", ".join(subject.name for subject in prepared.subjects)

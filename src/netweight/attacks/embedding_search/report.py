@@ -203,7 +203,7 @@ def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None
 
 def _moved(runs: Sequence[Run]) -> float | None:
     """The median length of the perturbations that won, as a share of the start's."""
-    won = [trial.looks[-1].moved for run in runs for trial in run.trials if trial.outcome == "found"]
+    won = [trial.looks[-1].distance for run in runs for trial in run.trials if trial.outcome == "found"]
     return statistics.median(won) if won else None
 
 
@@ -476,5 +476,5 @@ def _row(name: str, trained: bool, start: str, runs: Sequence[Run]) -> tuple[obj
         sum(trial.outcome == "diverged" for trial in trials),
         median,
         statistics.fmean(best) if best else None,
-        statistics.fmean(trial.looks[-1].moved for trial in looked) if looked else None,
+        statistics.fmean(trial.looks[-1].distance for trial in looked) if looked else None,
     )

@@ -46,7 +46,7 @@ class Evaluation:
     similarities: tuple[float, ...]
     loss: float | None
     """Denoising error of the step before; None before the first."""
-    moved: float
+    distance: float
     """Root mean square of what was added to the embedding, as a share of that of the start."""
     guidance: float | None = None
     """The scale, of those compared, whose images are nearest to the target."""
@@ -91,7 +91,7 @@ class Trial:
 
 @final
 @dataclass(frozen=True)
-class Searched:
+class SearchOutcome:
     """Result of the searches for one target."""
 
     trials: tuple[Trial, ...]
@@ -115,7 +115,7 @@ def search(
     seed: int,
     others: Sequence[tuple[str, Tensor]] = (),
     progress: Progress = QUIET,
-) -> Searched:
+) -> SearchOutcome:
     """Search for embeddings from which a model generates a target image, and attack it in the further ways asked for.
 
     The seeds of generated images depend on `seed` alone, so every embedding and every model is evaluated on the same
@@ -165,7 +165,7 @@ def search(
         parts.append(trials.result())
         if settings.first and any(trial.outcome == "found" for trial in parts[-1].trials):
             break
-    return Searched(
+    return SearchOutcome(
         tuple(trial for part in parts for trial in part.trials), Text.joined([part.text for part in parts]),
         torch.cat([part.before for part in parts]), torch.cat([part.after for part in parts]),
     )  # fmt: skip
@@ -285,7 +285,7 @@ class _Trials:
         self._outcomes[row], self._ended[row] = outcome, step
         self.active.remove(row)
 
-    def result(self) -> Searched:
+    def result(self) -> SearchOutcome:
         trials = []
         for row, (start, number) in enumerate(self._names):
             outcome, ended = self._outcomes[row], self._ended[row]
@@ -296,7 +296,7 @@ class _Trials:
         before, after = (
             torch.stack([images.get(row, blank) for row in rows]) for images in (self._before, self._after)
         )
-        return Searched(tuple(trials), self._walk.text(rows), before, after)
+        return SearchOutcome(tuple(trials), self._walk.text(rows), before, after)
 
 
 def starting_points(
@@ -576,7 +576,7 @@ def _path(folder: Path, digest: str) -> Path:
     return folder / _FOUND / f"{digest.rpartition(':')[2]}.net.safetensors"
 
 
-def _keep(folder: Path, config: _RunConfig, result: Searched) -> None:
+def _keep(folder: Path, config: _RunConfig, result: SearchOutcome) -> None:
     tensors = {
         "before": (result.before * 255).round().to(torch.uint8),
         "after": (result.after * 255).round().to(torch.uint8),

@@ -257,7 +257,7 @@ class _Monitor:
 
     def _passes(self, utility: float | None, fluency: float | None) -> bool:
         """Return whether a model is still worth having, as far as that was measured. NaN is not."""
-        keeps = utility is None or self._reference is None or utility >= self._goal.utility_kept * self._reference
+        keeps = utility is None or self._reference is None or utility >= self._goal.least_utility * self._reference
         bound = self._goal.fluency_at_least
         return keeps and (fluency is None or bound is None or fluency >= bound)
 

@@ -14,7 +14,7 @@ from typing import final
 
 from netweight.attacks.finetuning.resistance import AttackTimes, by_attack
 from netweight.attacks.finetuning.search import SearchResult
-from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep
 from netweight.report.finding import Column, Finding, Table
 
 _SHOWN = 6  # attacks of each model's front in the table
@@ -42,7 +42,7 @@ class Price:
         return own != others and all(a <= b for a, b in zip(own, others, strict=True))
 
 
-def prices(runs: Sequence[Attacked]) -> list[Price]:
+def prices(runs: Sequence[AttackOutcome]) -> list[Price]:
     """Return what every run cost that recovered."""
     recoveries = [(run, run.result.reached) for run in runs]
     return [
@@ -52,7 +52,7 @@ def prices(runs: Sequence[Attacked]) -> list[Price]:
     ]
 
 
-def front(runs: Sequence[Attacked]) -> list[Price]:
+def front(runs: Sequence[AttackOutcome]) -> list[Price]:
     """Return the runs that no other beats in steps, rows and operations, those of fewest rows first."""
     every = prices(runs)
     unbeaten = [each for each in every if not any(other.beats(each) for other in every)]
@@ -93,7 +93,7 @@ def cost_findings(
         for name in names:
             runs = sweep.of(name, domain=domain)
             cheapest = median_cost(by_attack(runs), field)
-            spent = sum(run.result.curve[-1].flops for run in searched[name].tried) if name in searched else None
+            spent = sum(run.result.curve[-1].flops for run in searched[name].runs) if name in searched else None
             detail = (
                 {} if cheapest is None else {"attack": cheapest[1].settings.label, "operations of the search": spent}
             )
@@ -117,7 +117,7 @@ def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Ma
     )  # fmt: skip
     rows: list[tuple[object, ...]] = []
     for name in names:
-        runs = [*sweep.of(name, domain=domain), *(searched[name].tried if name in searched else ())]
+        runs = [*sweep.of(name, domain=domain), *(searched[name].runs if name in searched else ())]
         rows += [(name, p.label, p.steps, p.rows, p.flops, round(p.seconds, 2)) for p in front(runs)[:_SHOWN]]
     notes = (
         "Each row is a run that no other run on the same model beats in steps, rows and operations at once. "

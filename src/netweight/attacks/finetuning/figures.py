@@ -59,7 +59,7 @@ def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
     if not best:
         return None
     rows = [_row_of_times(name, attack, curve) for name, (attack, curve) in best.items()]
-    censored = sum(len(row.stopped) for row in rows)
+    censored = sum(len(row.censored) for row in rows)
     words = "; ".join(f"{name}: {_median_words(curve)}" for name, (_, curve) in best.items())
     sentence = f"{censored} runs ended before" if censored else "no run ended before"
     return time_rows(

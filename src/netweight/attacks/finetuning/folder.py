@@ -16,7 +16,7 @@ from typing import Any, final
 
 from netweight.attacks.finetuning.calibration import calibrate
 from netweight.attacks.finetuning.report import ResistanceConfig, Stability, resistance_section
-from netweight.attacks.finetuning.resistance import measure_kept, stability_findings
+from netweight.attacks.finetuning.resistance import measure_ability, stability_findings
 from netweight.attacks.finetuning.search import SearchResult, finals, first_attacks, kind_of, of_length, search_all
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Goal, Subject, chance
@@ -76,7 +76,7 @@ class SweepPlan:
         fluency = "" if self.goal.fluency_at_least is None else f", fluency at least {self.goal.fluency_at_least:.2f}"
         return (
             f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, with at least "
-            f"{self.goal.utility_kept:.0%} of the kept ability{fluency}"
+            f"{self.goal.least_utility:.0%} of the kept ability{fluency}"
         )
 
 
@@ -352,7 +352,7 @@ def _stability(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stability:
     for each in (base, *defended) if defended else ():
         if settings.benign:
             subject = make_subject(each.factory, each.arguments)
-            abilities[each.name] = measure_kept(subject.model, subject.kept, pad_id=subject.pad_id)
+            abilities[each.name] = measure_ability(subject.model, subject.ordinary, pad_id=subject.pad_id)
         if settings.lm_eval:
             tasks, limit = settings.lm_eval, settings.lm_eval_limit
             scores[each.name] = measure_tasks(each.arguments["model"], tasks, limit=limit, device=settings.device)

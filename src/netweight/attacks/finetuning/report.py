@@ -25,7 +25,7 @@ from netweight.attacks.finetuning.resistance import (
     same_attack_ratio,
 )
 from netweight.attacks.finetuning.search import SearchResult
-from netweight.attacks.finetuning.sweep import Attacked, Sweep
+from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep
 from netweight.attacks.finetuning.tables import attack_table, search_tables
 from netweight.errors import UsageError
 from netweight.metrics.intervals import interval_finding, proportion, t_interval
@@ -238,7 +238,7 @@ def _ratio(
     ratio: TimesRatio | None,
     better: Literal["higher", "lower"],
     target: float | None,
-    runs: Sequence[Attacked],
+    runs: Sequence[AttackOutcome],
     seed: int,
     detail: dict[str, Any],
 ) -> Finding:
@@ -273,7 +273,7 @@ def _why_unknown(ratio: TimesRatio | None) -> str:
     return ""
 
 
-def _steps(name: str, best: AttackTimes | None, base: AttackTimes | None, runs: Sequence[Attacked]) -> Finding:
+def _steps(name: str, best: AttackTimes | None, base: AttackTimes | None, runs: Sequence[AttackOutcome]) -> Finding:
     detail = {} if best is None else {
         "attack": best.settings.label, "resolution": f"{best.settings.check_every} steps"
     }  # fmt: skip
@@ -287,7 +287,7 @@ def _steps(name: str, best: AttackTimes | None, base: AttackTimes | None, runs: 
     )
 
 
-def _outcomes(name: str, runs: Sequence[Attacked], base: Sequence[Attacked] | None) -> list[Finding]:
+def _outcomes(name: str, runs: Sequence[AttackOutcome], base: Sequence[AttackOutcome] | None) -> list[Finding]:
     outcomes = [run.result.outcome for run in runs]
     counted = outcomes.count("recovered") + outcomes.count("resisted")
     lost = len(outcomes) - counted
@@ -334,13 +334,13 @@ def _kept(sweep: Sweep, name: str, config: ResistanceConfig) -> Finding:
     )
 
 
-def _utilities(runs: Sequence[Attacked]) -> list[float]:
+def _utilities(runs: Sequence[AttackOutcome]) -> list[float]:
     """The utility before the first step, once for each model."""
     by_model = {run.digest: run.result.curve[0].utility for run in runs}
     return [utility for utility in by_model.values() if utility is not None]
 
 
-def _seeds(runs: Sequence[Attacked], *more: int) -> tuple[int, ...]:
+def _seeds(runs: Sequence[AttackOutcome], *more: int) -> tuple[int, ...]:
     attack = {run.result.settings.seed for run in runs}
     return tuple(sorted(attack | {run.defense_seed for run in runs if run.defense_seed is not None} | set(more)))
 
@@ -399,7 +399,7 @@ def resistance_section(
         verdicts = {config.undefended: resistance_verdict(base)}
         words = [verdicts[config.undefended][1]]
     findings += cost_findings(sweep, subjects, config.undefended, domain=config.harmful, searched=searched)
-    stopped = [name for name, result in searched.items() if result.stopped]
+    stopped = [name for name, result in searched.items() if result.timed_out]
     warnings = [f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures]
     if stopped:
         warnings.append(f"The time limit ended the search on: {', '.join(stopped)}. Their costs are upper bounds.")

@@ -24,7 +24,7 @@ from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.attacks.finetuning.optimizers import has_soap
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
-from netweight.attacks.finetuning.sweep import Attacked, SubjectName, make_subject, sweep
+from netweight.attacks.finetuning.sweep import AttackOutcome, SubjectName, make_subject, sweep
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
@@ -47,7 +47,7 @@ Cost = Literal["steps", "rows"]
 """Cost that an attacker minimizes: steps, or rows trained on; rows per step are free to him."""
 
 
-def cost_of(run: Attacked, cost: Cost) -> int | None:
+def cost_of(run: AttackOutcome, cost: Cost) -> int | None:
     """Return the steps, or the rows seen, after which a run had recovered; None if it did not."""
     reached = run.result.reached
     return None if reached is None else reached.step if cost == "steps" else reached.rows
@@ -60,7 +60,7 @@ class SearchResult:
 
     best: tuple[AttackSettings, ...]
     """All that was tried, the soonest first; without a limit of steps where the rate stays."""
-    tried: tuple[Attacked, ...]
+    runs: tuple[AttackOutcome, ...]
     """Every run, the longer ones of an attack after the shorter ones."""
     most: int
     """Steps after which an attack was given up."""
@@ -68,7 +68,7 @@ class SearchResult:
     """The attacks of a second search, those that see the fewest rows first; empty without one."""
     most_rows: int = 0
     """Rows after which an attack of that search was given up."""
-    stopped: bool = False
+    timed_out: bool = False
     """True if a search ended at its time limit."""
 
     @property
@@ -78,12 +78,12 @@ class SearchResult:
 
     def least(self, cost: Cost) -> int | None:
         """Return steps or rows of the best attack; None if none recovered."""
-        return _least(self.tried, cost)
+        return _least(self.runs, cost)
 
     @property
     def steps(self) -> int:
         """Steps of all runs: what the search cost an attacker."""
-        return sum(run.result.last_step for run in self.tried)
+        return sum(run.result.last_step for run in self.runs)
 
 
 def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixed: Any) -> list[AttackSettings]:
@@ -189,7 +189,7 @@ def search_one(
     """
     model = make_subject(subject.factory, subject.arguments)
     around = functools.partial(neighbors, subject=model, held=held)
-    runs: dict[AttackSettings, Attacked] = {}  # the longest of each attack, which has no limit of steps in its key
+    runs: dict[AttackSettings, AttackOutcome] = {}  # the longest of each attack, which has no limit of steps in its key
 
     def over() -> bool:
         return until is not None and time.monotonic() >= until
@@ -205,7 +205,7 @@ def search_one(
             every.extend(result.runs)
             runs.update({within(run.result.settings, None): run for run in result.runs})
 
-    every: list[Attacked] = []
+    every: list[AttackOutcome] = []
     ordered: list[AttackSettings] = []
     pool = list(dict.fromkeys(within(each, None) for each in start))
     for _ in range(1 + rounds):
@@ -229,7 +229,7 @@ def search_one(
             break
     if not ordered:
         raise UsageError("The time limit ended the search before one attack was complete.", cure="Give more --minutes.")
-    return SearchResult(tuple(ordered), tuple(every), most, stopped=over())
+    return SearchResult(tuple(ordered), tuple(every), most, timed_out=over())
 
 
 def _steps_for(attack: AttackSettings, budget: int, cost: Cost) -> int:
@@ -250,11 +250,11 @@ def within(attack: AttackSettings, steps: int | None) -> AttackSettings:
     return attack if attack.schedule == "cosine" else of_length(attack, steps)
 
 
-def _least(runs: Iterable[Attacked], cost: Cost) -> int | None:
+def _least(runs: Iterable[AttackOutcome], cost: Cost) -> int | None:
     return min((each for run in runs if (each := cost_of(run, cost)) is not None), default=None)
 
 
-def _rank(run: Attacked | None, goal: Goal, cost: Cost = "steps") -> tuple[bool, float, float]:
+def _rank(run: AttackOutcome | None, goal: Goal, cost: Cost = "steps") -> tuple[bool, float, float]:
     """Recovered ones by cost and score, then by how far they got with a model that is worth having and the loss."""
     if run is None or run.result.outcome == "diverged":
         return True, math.inf, math.inf
@@ -299,8 +299,8 @@ def search_all(
             fixed = held | {"batch_size"}
             by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=fixed, **how)
             results[subject.name] = replace(
-                by_steps, tried=(*by_steps.tried, *by_rows.tried), fewest_rows=by_rows.best, most_rows=most_rows,
-                stopped=by_steps.stopped or by_rows.stopped,
+                by_steps, runs=(*by_steps.runs, *by_rows.runs), fewest_rows=by_rows.best, most_rows=most_rows,
+                timed_out=by_steps.timed_out or by_rows.timed_out,
             )  # fmt: skip
         if len(results) == 1:
             first = results[subject.name]

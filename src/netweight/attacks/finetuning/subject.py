@@ -95,7 +95,7 @@ class Goal:
     Args:
         threshold: The score that counts as recovered; None for curves only, which nothing ends early.
         lower_is_recovered: Whether scores at or below the threshold count, as for losses.
-        utility_kept: Share of the reference utility that a model must keep; below it the model counts as collapsed.
+        least_utility: Share of the reference utility that a model must keep; below it the model counts as collapsed.
         fluency_at_least: Least fluency, for subjects that have such a score; None asks for nothing.
         extra_checks: Evaluations after the first success, before the run stops; at least 0.
 
@@ -107,7 +107,7 @@ class Goal:
 
     threshold: float | None
     lower_is_recovered: bool = False
-    utility_kept: float = 0.9
+    least_utility: float = 0.9
     fluency_at_least: float | None = None
     extra_checks: int = 1
 
@@ -115,8 +115,8 @@ class Goal:
         """Refuse what is not valid."""
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise UsageError(f"The threshold must be finite, not {self.threshold}.", cure="None asks for curves only.")
-        if not 0 <= self.utility_kept <= 1:
-            raise UsageError(f"utility_kept must be a share from 0 to 1, not {self.utility_kept}.")
+        if not 0 <= self.least_utility <= 1:
+            raise UsageError(f"least_utility must be a share from 0 to 1, not {self.least_utility}.")
         if self.extra_checks < 0:
             raise UsageError(f"extra_checks must be at least 0, not {self.extra_checks}.")
 
@@ -139,10 +139,10 @@ class Subject:
             formats "harmful@chat" and so on.
         pad_id: The token that fills shorter examples.
         benign: What benign-then-harmful attacks begin with.
-        utility: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `kept`.
+        utility: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `ordinary`.
         fluency: Higher is better.
         reference_utility: What the gate compares utility with: that of the model before its defense.
-        kept: Examples of what is to be kept, of which nothing is trained on.
+        ordinary: Examples of the ordinary abilities that are to be kept; of these nothing is trained on.
         other: Weights of another model of this shape that the attacker has, such as one before its alignment.
         left_out: Sentences about rows that were left out of the data: how many, which, and why.
     """
@@ -154,14 +154,14 @@ class Subject:
     utility: Score | None = None
     fluency: Score | None = None
     reference_utility: float | None = None
-    kept: Sequence[Example] = ()
+    ordinary: Sequence[Example] = ()
     other: Mapping[str, Tensor] | None = None
     left_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Let the examples to keep be the utility where there is no other."""
-        if self.utility is None and self.kept:
-            object.__setattr__(self, "utility", token_accuracy(self.kept, pad_id=self.pad_id))
+        if self.utility is None and self.ordinary:
+            object.__setattr__(self, "utility", token_accuracy(self.ordinary, pad_id=self.pad_id))
 
     def has(self, name: str) -> bool:
         """Return whether there is data of a `name`, also in a format that any prompt can be put into."""

@@ -149,7 +149,7 @@ def subject_from_files(
         benign=parts[0],
         fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, ends=ends, pad_id=pad) if prompts else None,
         reference_utility=reference_utility,
-        kept=parts[1],
+        ordinary=parts[1],
         other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
         left_out=tuple(left_out),
     )

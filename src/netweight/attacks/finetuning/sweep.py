@@ -63,7 +63,7 @@ class AttackJob:
 
 @final
 @dataclass(frozen=True)
-class Attacked:
+class AttackOutcome:
     """One attack of a sweep, done."""
 
     subject: str
@@ -79,7 +79,7 @@ class Attacked:
 class Sweep:
     """Every attack of a sweep."""
 
-    runs: tuple[Attacked, ...]
+    runs: tuple[AttackOutcome, ...]
     """All runs, in the order of subjects, then settings."""
     goal: Goal
     """The goal: when an attack has succeeded."""
@@ -88,7 +88,7 @@ class Sweep:
     seconds: float = 0.0
     """Sum of the wall-clock times of all runs in seconds, however many ran at once."""
 
-    def of(self, subject: str, *, domain: str | None = None) -> tuple[Attacked, ...]:
+    def of(self, subject: str, *, domain: str | None = None) -> tuple[AttackOutcome, ...]:
         """Return the runs on a subject."""
         runs = tuple(run for run in self.runs if run.subject == subject)
         if not runs:
@@ -158,7 +158,7 @@ def sweep(
     planned = _plan(subjects, settings, goal)
     if engine is not in_process:
         _made.cache_clear()  # workers hold their own
-    runs: list[Attacked] = []
+    runs: list[AttackOutcome] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
     by_digest: dict[str, Result[AttackJob]] = {}
@@ -170,7 +170,7 @@ def sweep(
         result = by_digest[digest_config(job)]
         if result.ok:
             attacked = AttackResult.from_json(result.value)
-            runs.append(Attacked(name.name, name.defense_seed, job.digest, attacked))
+            runs.append(AttackOutcome(name.name, name.defense_seed, job.digest, attacked))
         else:
             failures.append((name.name, job.settings.label, result.reason))
     seconds = sum(result.seconds for result in by_digest.values())

@@ -46,13 +46,13 @@ def search_tables(searched: Mapping[str, SearchResult]) -> list[Table]:
     columns = ("model", "attack", Column("steps", "steps", "higher"), Column("score"))
     rows = []
     for name, search in searched.items():
-        last = {within(run.result.settings, None): run.result for run in search.tried}
+        last = {within(run.result.settings, None): run.result for run in search.runs}
         for attack in search.best[:_SHOWN]:
             result = last[attack]
             steps = f"> {result.last_step}" if result.steps is None else result.steps
             rows.append((name, attack.label, steps, result.curve[-1].score))
     cost = "; ".join(
-        f"{name}: {len(search.tried):,} runs, {search.steps:,} steps, each ended after at most {search.most}"
+        f"{name}: {len(search.runs):,} runs, {search.steps:,} steps, each ended after at most {search.most}"
         for name, search in searched.items()
     )
     note = f"one run each, from one seed; cost of the search: {cost}"

@@ -324,7 +324,7 @@ def solve_in_box(
 
 @final
 @dataclass(frozen=True)
-class Imprinted:
+class Imprint:
     """Parameters that a malicious server sends, and what it keeps to read the reply."""
 
     state: dict[str, Tensor]
@@ -349,7 +349,7 @@ def imprint(
     quiet: float | None = None,
     code: Tensor | None = None,
     seed: int,
-) -> Imprinted:
+) -> Imprint:
     """Choose the heads of a hypernetwork so that clients print their images into their updates.
 
     Args:
@@ -397,11 +397,11 @@ def imprint(
     malicious |= {names["heads.weight"]: weight, names["heads.bias"]: bias}
     with torch.no_grad():
         features = _features(chain, body, chosen, public)
-    return Imprinted(malicious, chosen, _decoder(features, public), traps)
+    return Imprint(malicious, chosen, _decoder(features, public), traps)
 
 
 def read_imprint(
-    sent: Imprinted,
+    sent: Imprint,
     after: Tensors,
     body: nn.Module,
     *,

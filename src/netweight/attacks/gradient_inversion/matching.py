@@ -41,7 +41,7 @@ _HISTORY = 100  # points of a history
 
 @final
 @dataclass(frozen=True, eq=False)
-class Descended:
+class DescentResult:
     """End point of a descent."""
 
     variables: tuple[Tensor, ...]
@@ -70,7 +70,7 @@ def descend(
     anneal: Callable[[float], None] | None = None,
     progress: Progress = QUIET,
     description: str = "inverting",
-) -> Descended:
+) -> DescentResult:
     """Minimize an objective by Adam from several starting points."""
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
@@ -98,7 +98,7 @@ def descend(
     final = _differentiate(objectives, variables, signed)
     best = min(range(restarts), key=lambda restart: _order(final[restart]))
     best_variables = tuple(variable.detach()[best] for variable in variables)
-    return Descended(best_variables, tuple(final), best, (*(row[best] for row in values), final[best]))
+    return DescentResult(best_variables, tuple(final), best, (*(row[best] for row in values), final[best]))
 
 
 def _factor(schedule: Schedule, done: float) -> float:
@@ -469,7 +469,7 @@ def dlg(
     best = min(range(len(ends)), key=lambda end: objectives[end] if math.isfinite(objectives[end]) else math.inf)
     variables, history = ends[best]
     images, soft_labels = batch(*variables)
-    descended = Descended(variables, objectives, best, history)
+    descended = DescentResult(variables, objectives, best, history)
     return descended.reconstruction(images, soft_labels, steps=config.steps, attack="DLG")
 
 

@@ -15,7 +15,7 @@ from netweight.metrics.images import image_findings, match_images, write_png
 from netweight.report.finding import Figure, Finding, Section
 from netweight.report.plots import image_grid, lines
 from netweight.report.report import make_folder
-from netweight.report.text import Conclusion, Measured, Words
+from netweight.report.text import Conclusion, HasValue, Words
 
 _SHOWN = 12  # images in the picture of a report; all are written as files
 
@@ -80,7 +80,7 @@ def _words(psnr: bool, ssim: bool, *, db: str, alike: str) -> Words:
     return "told", f"The reconstruction has a PSNR of {db} dB{f' and an SSIM of {alike}' if ssim else ''}."
 
 
-_CONCLUSION = Conclusion("attack: gradient inversion", [Measured("PSNR"), Measured("SSIM")], _words)
+_CONCLUSION = Conclusion("attack: gradient inversion", [HasValue("PSNR"), HasValue("SSIM")], _words)
 
 
 def _figures(reconstruction: Reconstruction, images: Tensor, reference: Tensor | None) -> list[Figure]:

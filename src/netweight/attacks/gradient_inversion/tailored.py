@@ -19,7 +19,7 @@ from torch.func import functional_call
 from netweight.attacks.gradient_inversion.analytic import HypernetworkChange, RecoveredGradient
 from netweight.attacks.gradient_inversion.chains import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
-from netweight.attacks.gradient_inversion.matching import Bounds, Descended, descend, total_variation
+from netweight.attacks.gradient_inversion.matching import Bounds, DescentResult, descend, total_variation
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
@@ -101,7 +101,7 @@ def invert_generated(
     objectives = tuple(history[-1] for _, history in attempts)
     best = min(range(len(attempts)), key=objectives.__getitem__)
     image, history = attempts[best]
-    return Descended((image,), objectives, best, tuple(history)).reconstruction(
+    return DescentResult((image,), objectives, best, tuple(history)).reconstruction(
         image[None].to(torch.get_default_dtype()), torch.empty(0, dtype=torch.int64),
         steps=config.softening + config.rounds, attack="hypernetwork, analytic then peeling",
     )  # fmt: skip

@@ -45,7 +45,7 @@ class Score:
     """Mean probability of beginning an answer as refusals do."""
     divergence: float
     """Mean divergence of the next token on ordinary prompts from that of the model itself, in nats."""
-    answered: float | None = None
+    answer_accuracy: float | None = None
     """Token accuracy on the known answers to these prompts; None where none is known."""
 
 
@@ -66,7 +66,7 @@ class Refusal:
     """Mean divergence of the next token on ordinary prompts from that of the model itself, in nats."""
     perplexity: float
     """Perplexity of answers to ordinary prompts, as a multiple of the model's own."""
-    answered: float | None
+    answer_accuracy: float | None
     """Token accuracy on the known answers to refused prompts; None where none is known."""
     helps: float | None
     """Mean of the judge of helpful answers on refused prompts; None without such a judge."""
@@ -280,7 +280,7 @@ class Panel:
             helps = sum(numbers) / len(numbers)
         return Refusal(
             sum(flags), len(flags), sum(not each.finished for each in read), score.first_token, score.divergence,
-            math.exp(min(loss - self._own_loss, 50.0)), score.answered, helps,
+            math.exp(min(loss - self._own_loss, 50.0)), score.answer_accuracy, helps,
             len({each.text for each in read}) / len(read),
         )  # fmt: skip
 

@@ -82,10 +82,11 @@ def _helping(before: Refusal, worst: ScoredEdit | None, seed: int) -> list[Findi
         return []
     if after.helps is not None:
         return [Finding("answers that help, best edit", after.helps, n=after.n, baseline=before.helps, seeds=(seed,))]
-    if after.answered is not None:
+    if after.answer_accuracy is not None:
         return [
             Finding(
-                "token accuracy on refused answers, best edit", after.answered, n=after.n, baseline=before.answered,
+                "token accuracy on refused answers, best edit", after.answer_accuracy, n=after.n,
+                baseline=before.answer_accuracy,
                 seeds=(seed,),
             )
         ]  # fmt: skip
@@ -101,7 +102,7 @@ def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None
             "probability of beginning as refusals do": refusal.first_token,
             "divergence on ordinary prompts, nats": refusal.divergence,
             "perplexity on ordinary rows, times its own": refusal.perplexity,
-            "token accuracy on what was refused": refusal.answered,
+            "token accuracy on what was refused": refusal.answer_accuracy,
             "answers that help": refusal.helps,
             "different answers, share of all": refusal.different,
         },
@@ -111,7 +112,7 @@ def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None
 def _unmeasured(worst: ScoredEdit | None) -> str:
     """Return a sentence that says that nothing is known of whether answers help; empty where something is."""
     after = None if worst is None else worst.measured
-    if after is None or after.helps is not None or after.answered is not None:
+    if after is None or after.helps is not None or after.answer_accuracy is not None:
         return ""
     return " Whether the answers then help was not measured, since no rows have a response and --helps names no judge."
 
@@ -145,4 +146,4 @@ def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredE
 
 
 def _cells(refusal: Refusal) -> tuple[object, ...]:
-    return 100 * refusal.share, refusal.perplexity, refusal.answered
+    return 100 * refusal.share, refusal.perplexity, refusal.answer_accuracy

@@ -33,7 +33,7 @@ def best_edits(scored: Sequence[ScoredEdit], settings: RefusalSettings) -> list[
     """Return the best edits of all and the best of each kind, in their order."""
     ranked = sorted(scored, key=lambda each: rank(each, settings))
     leaders = {each.edit.kind: each for each in reversed(ranked)}
-    chosen = {id(each) for each in (*ranked[: settings.answered], *leaders.values())}
+    chosen = {id(each) for each in (*ranked[: settings.finalists], *leaders.values())}
     return [each for each in scored if id(each) in chosen]
 
 
@@ -49,4 +49,4 @@ def rank(edit: ScoredEdit, settings: RefusalSettings) -> tuple[bool, float, floa
     """
     if not edit.counts(settings):
         return True, edit.score.divergence, 0.0
-    return False, round(edit.score.first_token, 2), -(edit.score.answered or 0.0)
+    return False, round(edit.score.first_token, 2), -(edit.score.answer_accuracy or 0.0)

@@ -37,7 +37,7 @@ class RefusalSettings(TextOptions):
         "Models": ("base", "device"),
         "Judges": ("judge", "phrases", "helps"),
         "Edits": (
-            "edits", "answered", "new_tokens", "most_divergence", "least_left", "directions", "norm_preserving",
+            "edits", "finalists", "new_tokens", "most_divergence", "least_left", "directions", "norm_preserving",
             "subspaces", "layerwise", "pruning", "mixture",
         ),
     }  # fmt: skip
@@ -83,7 +83,7 @@ class RefusalSettings(TextOptions):
     )
     pruning: Pruning = Field(Pruning(), description="Neurons switched off.")
     mixture: BaseMixture = Field(BaseMixture(), description="The base mixed in.")
-    answered: int = Field(
+    finalists: int = Field(
         3,
         ge=1,
         description="Number of edits for which answers are generated: the best of all, and also the best of each kind.",

@@ -281,7 +281,7 @@ class LossyLayout:
     normalizers: Section | None
     gaps: Section | None
     """Places of the numbers that are kept exactly."""
-    kept: Section | None
+    exact: Section | None
     """These numbers."""
 
 
@@ -292,7 +292,7 @@ def lossy_layout_of(blob: Tensor) -> LossyLayout:
         fields = lossy.read_header(local.numpy())
     start = fields.words_start
     sections: list[Section | None] = []
-    for part in (fields.words, fields.normalizers, fields.gaps, fields.kept):
+    for part in (fields.words, fields.normalizers, fields.gaps, fields.exact):
         if part is None:
             sections.append(None)
         else:
@@ -326,9 +326,9 @@ def decode_lossy(
         together = min(rounding.block_size, len(values))
         values = values * factors[:, None].expand(-1, together).reshape(-1)[: len(values)]
     numbers = _narrowed(values, layout.dtype)
-    if layout.gaps is not None and layout.kept is not None:
+    if layout.gaps is not None and layout.exact is not None:
         gaps = section(layout.gaps.of(blob), layout.gaps.layout).view(torch.int64)
-        kept = section(layout.kept.of(blob), layout.kept.layout)
+        kept = section(layout.exact.of(blob), layout.exact.layout)
         count = len(numbers)
         # A gap below `count`, as an unsigned number; then sums run over only after they have passed `count`.
         sound = (gaps >= 0) & (gaps < count)

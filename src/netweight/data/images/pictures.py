@@ -50,7 +50,7 @@ _CLIPPED = 0.98  # share of black and white pixels from which a picture of more 
 
 @final
 @dataclass(frozen=True)
-class Decoded:
+class DecodedPictures:
     """Pictures that were read together."""
 
     splits: tuple[Tensor, ...]
@@ -81,7 +81,7 @@ class _Remarks:
 
 def decode_pictures(
     splits: Sequence[Sequence[tuple[str, Any]]], *, of: str, size: tuple[int, int] | None = None, fit: Fit = "stretch"
-) -> Decoded:
+) -> DecodedPictures:
     """Decode the pictures of one data set: all in gray if each of them is gray, else all in color.
 
     Args:
@@ -116,7 +116,7 @@ def decode_pictures(
             f"The pictures of {of} have {len(shapes)} sizes ({sizes}{', …' if len(shapes) > 4 else ''}).",
             cure="Give one size for all: --size HEIGHTxWIDTH (in Python, size=(height, width)).",
         )
-    return Decoded(tuple(torch.stack(split) for split in decoded), remarks.sentences())
+    return DecodedPictures(tuple(torch.stack(split) for split in decoded), remarks.sentences())
 
 
 def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:

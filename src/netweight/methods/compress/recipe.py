@@ -12,7 +12,7 @@ from netweight.methods.compress.folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest, make_plan
 from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors
 from netweight.methods.compress.settings import CompressSettings
-from netweight.methods.compress.verify import Compressed
+from netweight.methods.compress.verify import AuditSubject
 from netweight.registry import CardEntry
 from netweight.report.finding import Column, Finding, Section, Table
 from netweight.report.text import Conclusion, Criterion, Words, by_targets
@@ -24,8 +24,8 @@ def apply(source: Path, destination: Path, settings: CompressSettings, progress:
 
 def examine(
     audit: str, destination: Path, source: Path, settings: CompressSettings, progress: Progress
-) -> tuple[Compressed, CompressSettings]:
-    return Compressed(destination, source), settings
+) -> tuple[AuditSubject, CompressSettings]:
+    return AuditSubject(destination, source), settings
 
 
 def check(source: Path | None, settings: CompressSettings) -> None:
@@ -70,7 +70,7 @@ def _bytes(count: int) -> str:
     return f"{count:,} bytes"
 
 
-def size(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+def size(subject: AuditSubject, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Report how much smaller a model is, in bytes and in bits per weight, and why."""
     reports = list(inspect_tensors(subject.path, progress=progress))
     plain, stored = (sum(getattr(each.info, name) for each in reports) for name in ("nbytes", "stored_nbytes"))
@@ -107,7 +107,7 @@ _RATIO = "size of the tensors, original / compressed"
 _SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, strict=True)], _saved)
 
 
-def outputs(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Compare what a language model computes with dense weights and with weights that stay compressed in memory."""
     # Compression itself needs no torch, and checks its arguments with this module.
     import torch

@@ -38,7 +38,7 @@ _OF_HUBS = re.compile(r"README\.md$|\.gitattributes$|\.(git|cache)/")
 
 @final
 @dataclass(frozen=True)
-class Compressed:
+class AuditSubject:
     """Subject of the audit: the compressed file or folder, and its original."""
 
     path: Path
@@ -371,7 +371,7 @@ _CONCLUSION = by_targets(
 )
 
 
-def _identity(subject: Compressed, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
+def _identity(subject: AuditSubject, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
     """Compare bit by bit; nothing is left to chance, so the seed is not used."""
     findings = verify(subject.path, subject.source, threads=config.threads, progress=progress)
     outcome, words = _CONCLUSION(findings)

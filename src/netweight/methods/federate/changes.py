@@ -46,7 +46,7 @@ def shortened(update: Update, sent: Tensors, factor: float) -> Update:
 def joint_update(updates: Sequence[Update], tensors: Tensors) -> Update:
     """Return one update in place of several, which remembers whose it is."""
     own = tuple(replace(one, tensors={}) for one in updates)
-    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round, summed=own)
+    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round, parts=own)
 
 
 def changes(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Tensor) -> Tensor:

@@ -27,12 +27,12 @@ class Checkpoint:
     """Each client's private tensors by name, for those that took part so far."""
     rounds: Sequence[Round]
     """History of the rounds so far."""
-    attempted: Mapping[int, int] = field(default_factory=dict)
+    attempt_answers: Mapping[int, int] = field(default_factory=dict)
     """Client → answers in failed attempts of the next round."""
 
     def save(self, job: Job) -> None:
         """Make it the state of a job."""
-        about = {"rounds": [round.to_json() for round in self.rounds], "attempted": dict(self.attempted)}
+        about = {"rounds": [round.to_json() for round in self.rounds], "attempt_answers": dict(self.attempt_answers)}
         job.save(about, self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -58,5 +58,5 @@ class Checkpoint:
             elif kind == "private":
                 client, _, own = rest.partition("|")
                 private.setdefault(int(client), {})[own] = value
-        attempted = {int(client): count for client, count in about["attempted"].items()}
-        return cls(state, private, [Round.from_json(values) for values in about["rounds"]], attempted)
+        attempt_answers = {int(client): count for client, count in about["attempt_answers"].items()}
+        return cls(state, private, [Round.from_json(values) for values in about["rounds"]], attempt_answers)

@@ -66,7 +66,7 @@ class PrivateStep:
 
 @final
 @dataclass(frozen=True)
-class Clipped:
+class ClippedGradients:
     """Clipped gradients of a batch, summed."""
 
     body: Tensor | None
@@ -79,7 +79,7 @@ class Clipped:
     """Norm of each example's gradient before clipping, shape `(n,)`; of no meaning where masked."""
 
 
-def clipped_sum(step: PrivateStep) -> Clipped:
+def clipped_sum(step: PrivateStep) -> ClippedGradients:
     """Clip each example's gradient and add them up.
 
     Source: Abadi et al. (arXiv 1607.00133), algorithm 1.
@@ -93,12 +93,12 @@ def clipped_sum(step: PrivateStep) -> Clipped:
     return parts[0] if len(parts) == 1 else _joined(parts, [int(m.sum()) for m in torch.split(step.mask, at_once)])
 
 
-def _joined(parts: Sequence[Clipped], counts: Sequence[int]) -> Clipped:
+def _joined(parts: Sequence[ClippedGradients], counts: Sequence[int]) -> ClippedGradients:
     """Add up the parts of a batch, in which so many examples count."""
     bodies = [part.body for part in parts if part.body is not None]
     heads = [part.head for part in parts if part.head is not None]
     losses = torch.stack([part.loss * count for part, count in zip(parts, counts, strict=True)])
-    return Clipped(
+    return ClippedGradients(
         torch.stack(bodies).sum(0) if bodies else None,
         torch.stack(heads).sum(0) if heads else None,
         losses.sum() / max(sum(counts), 1),
@@ -131,15 +131,17 @@ torch._C._functorch._set_vmap_fallback_warning_enabled(False)  # type: ignore[at
 # Held while filters of warnings, which belong to the process, are changed.
 _WARNINGS = threading.Lock()
 # Ways to get gradients of single examples of a model, as far as they are not known to fail.
-_WAYS: weakref.WeakKeyDictionary[LocalModel, list[Callable[[PrivateStep], Clipped]]] = weakref.WeakKeyDictionary()
+_WAYS: weakref.WeakKeyDictionary[LocalModel, list[Callable[[PrivateStep], ClippedGradients]]] = (
+    weakref.WeakKeyDictionary()
+)
 # Whether the fast way is right for what a model trains, as far as it was tried.
 _FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
 
 
-def _sum_of_part(step: PrivateStep) -> Clipped:
+def _sum_of_part(step: PrivateStep) -> ClippedGradients:
     if not bool(step.mask.any()):
         body, head = step.halves(torch.zeros_like(step.body), torch.zeros_like(step.head))
-        return Clipped(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
+        return ClippedGradients(body, head, step.body.new_zeros(()), step.body.new_zeros(len(step.mask)))
     if not _layers_fit(step.model, step.trains):
         return by_any_means(step)
     clipped = by_layers(step)
@@ -165,7 +167,7 @@ def _layers_fit(model: LocalModel, trains: Trains) -> bool:
     return verdicts[trains]
 
 
-def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
+def _agree(fast: ClippedGradients, plain: ClippedGradients, mask: Tensor, clip: float) -> bool:
     """Return True if two ways give the same result."""
     norms, others = fast.norms[mask], plain.norms[mask]
     alike = (norms - others).abs() <= 1e-3 * others
@@ -173,7 +175,7 @@ def _agree(fast: Clipped, plain: Clipped, mask: Tensor, clip: float) -> bool:
     return bool(alike.float().mean() >= 0.75) and bool(torch.cat(apart).norm() <= 0.05 * others.clamp(max=clip).sum())
 
 
-def by_any_means(step: PrivateStep) -> Clipped:
+def by_any_means(step: PrivateStep) -> ClippedGradients:
     """Do what `clipped_sum` does by the first way that can: vmap, opacus's own layers, one example after another."""
     ways = _WAYS.setdefault(step.model, [by_vmap, by_opacus, by_examples])
     state = step.state or LayerState()
@@ -195,7 +197,7 @@ def by_any_means(step: PrivateStep) -> Clipped:
     return clipped
 
 
-def by_vmap(step: PrivateStep) -> Clipped:
+def by_vmap(step: PrivateStep) -> ClippedGradients:
     """Do what `clipped_sum` does with every example's gradient as a row of a matrix, by `torch.func.vmap`."""
     shown = (step.state or LayerState()).copied()
 
@@ -209,14 +211,14 @@ def by_vmap(step: PrivateStep) -> Clipped:
     return _clipped_rows(step, rows, losses)
 
 
-def _clipped_rows(step: PrivateStep, rows: Sequence[Tensor], losses: Tensor) -> Clipped:
+def _clipped_rows(step: PrivateStep, rows: Sequence[Tensor], losses: Tensor) -> ClippedGradients:
     """Return the clipped sum of gradients, one matrix `(n, P)` for each half that is trained."""
     norms, factors = step.factors(torch.stack([part.square().sum(1) for part in rows]).sum(0))
     sums = [factors @ part for part in rows]
-    return Clipped(*step.halves(sums[0], sums[-1]), losses[step.mask].mean(), norms)
+    return ClippedGradients(*step.halves(sums[0], sums[-1]), losses[step.mask].mean(), norms)
 
 
-def by_opacus(step: PrivateStep) -> Clipped:
+def by_opacus(step: PrivateStep) -> ClippedGradients:
     """Do what `clipped_sum` does by opacus's own per-sample gradients: for recurrent layers and attention.
 
     Raises:
@@ -275,7 +277,7 @@ def _like(layer: nn.RNNBase, kind: type[nn.Module]) -> nn.Module:
     return made.train(layer.training)
 
 
-def by_examples(step: PrivateStep) -> Clipped:
+def by_examples(step: PrivateStep) -> ClippedGradients:
     """Do what `clipped_sum` does with one backward pass for each example: slow, and right for any model."""
     own, losses = [], []
     for x, y, counts in zip(*step.batch, step.mask, strict=True):
@@ -292,7 +294,7 @@ def by_examples(step: PrivateStep) -> Clipped:
     return _clipped_rows(step, [torch.stack(rows) for rows in zip(*own, strict=True)], torch.stack(losses))
 
 
-def by_layers(step: PrivateStep) -> Clipped | None:
+def by_layers(step: PrivateStep) -> ClippedGradients | None:
     """Do what `clipped_sum` does from one backward pass; None if some trained parameter is not of a known layer."""
     model, task = step.model, step.model.task
     halves = [
@@ -313,7 +315,7 @@ def by_layers(step: PrivateStep) -> Clipped | None:
     parts = [[gradients[prefix + name] for name in layout.names] for prefix, _, layout in halves]
     norms, factors = step.factors(torch.stack([one.squared_norms() for half in parts for one in half]).sum(0))
     sums = [torch.cat([one.weighted_sum(factors) for one in half]) for half in parts]
-    return Clipped(*step.halves(sums[0], sums[-1]), loss, norms)
+    return ClippedGradients(*step.halves(sums[0], sums[-1]), loss, norms)
 
 
 def _backward(step: PrivateStep, layers: Mapping[str, nn.Module]) -> tuple[dict[str, PerSample], Tensor] | None:

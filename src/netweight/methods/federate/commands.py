@@ -104,6 +104,10 @@ def _search(settings: FolderFederation | FederationAudit) -> Search:
     return Search(matching=MatchingConfig(steps=settings.search_steps))
 
 
+# Words of `--threat` that set a field of the threat model.
+_THREAT_FLAGS = {"embeddings": "knows_embeddings", "first": "first_round"}
+
+
 def _threat(text: str) -> ThreatModel:
     schedule, *words = text.split("+")
     parts = schedule.split("x")
@@ -112,17 +116,17 @@ def _threat(text: str) -> ThreatModel:
         name, _, count = word.partition("=")
         if word in ("malicious", "thresholds", "fishing"):
             changes["server"] = word
-        elif word in ("known", "first"):
-            changes[{"known": "known", "first": "first_round"}[word]] = True
-        elif name == "asked" and count.isdecimal():
-            changes["asked"] = int(count)
+        elif word in _THREAT_FLAGS:
+            changes[_THREAT_FLAGS[word]] = True
+        elif name == "queries" and count.isdecimal():
+            changes["queries"] = int(count)
         else:
             parts = []
     if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
         raise UsageError(
             f"--threat {text!r} is not a threat model.",
-            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +known, +asked=K, +malicious, +thresholds, "
-            "+fishing.",
+            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +embeddings, +queries=K, +malicious, "
+            "+thresholds, +fishing.",
         )
     batch, steps, *clients = (int(part) for part in parts)
     return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1, **changes)
@@ -147,7 +151,7 @@ def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[
     lines: list[str | Rows] = [f"{name}{whom}: mean accuracy in %"]
     lines.append(Rows(("round", "before local training", "after", "loss"), rows))
     for round in rounds:
-        lines += [f"Round {round.round}: client {client} left out: {why}." for client, why in round.refused.items()]
+        lines += [f"Round {round.round}: client {client} left out: {why}." for client, why in round.refusals.items()]
         lines += [
             f"Round {round.round}: client {client} is suspicious: {why}." for client, why in round.suspects.items()
         ]

@@ -49,13 +49,13 @@ class Run:
     """History of each round."""
     seed: int
     """The federation's."""
-    attempted: Mapping[int, int] = field(default_factory=dict)
+    attempt_answers: Mapping[int, int] = field(default_factory=dict)
     """Client → answers in failed attempts after the last round."""
 
     @property
     def answers(self) -> dict[int, int]:
         """Client → how many answers it was asked for in the whole run, failed attempts included."""
-        return total_answers(self.rounds, self.attempted)
+        return total_answers(self.rounds, self.attempt_answers)
 
     def weights(self, client: int) -> Weights:
         """Return a client's personal model from the server's state and what the client keeps."""
@@ -151,7 +151,7 @@ class _InThisProcess:
         """Return what was trained, with the private tensors of clients that never took part, too."""
         private = {client: self.private(client) for client in self.task.clients}
         rounds = self.rounds
-        about = tuple(rounds.rounds), self.settings.seed, dict(rounds.attempted)
+        about = tuple(rounds.rounds), self.settings.seed, dict(rounds.attempt_answers)
         return Run(self.task, self.method, rounds.state, private, *about)
 
     def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -193,28 +193,28 @@ class _InThisProcess:
 
     def collect(self, trial: Trial) -> list[Update]:
         """Let the clients train, and measure them where the round asks for it; that time is not counted."""
-        clients = [Client(client, self.private(client), sent) for client, sent in trial.sent.items()]
+        clients = [Client(client, self.private(client), sent) for client, sent in trial.messages.items()]
         measured = self.settings.evaluates(trial.round)
         begun = time.monotonic()
         before = self._accuracies(self._received(clients)) if measured else {}
-        trial.started += time.monotonic() - begun
+        trial.start_time += time.monotonic() - begun
         self._results = self._train(clients, trial.round)
         for one in self._results:
             check_allow_list(one.update.tensors, self.method.shared, client=one.update.client)
         ended = time.monotonic()
         after = self._accuracies([(one.update.client, one.weights) for one in self._results]) if measured else {}
-        trial.started += time.monotonic() - ended
+        trial.start_time += time.monotonic() - ended
         return [
             replace(one.update, metrics={**one.update.metrics, **_of(one.update.client, before=before, after=after)})
             for one in self._results
         ]
 
     def _received(self, clients: Sequence[Client]) -> list[tuple[int, Weights]]:
-        return [(c.number, self.method.weights(self.task, c.received, c.private)) for c in clients]
+        return [(c.number, self.method.weights(self.task, c.message, c.private)) for c in clients]
 
     def settle(self, done: Round) -> None:
         """Let the clients whose updates were taken keep what they have learned."""
-        sound = set(done.clients) - set(done.refused)
+        sound = set(done.clients) - set(done.refusals)
         self._private.update({one.update.client: one.private for one in self._results if one.update.client in sound})
         self._results = []  # their factors lie in memory that the next round takes again
 

@@ -24,7 +24,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.observation import Observation, observe, read_update, update_change
-from netweight.methods.federate.protections import Hardened
+from netweight.methods.federate.protections import HardenedMethod
 from netweight.methods.federate.reconstruction import Candidates, Evidence, Search, nearest_pair, reconstruct
 from netweight.methods.federate.threats import ThreatModel, own_threat, training_of
 from netweight.metrics.images import psnr, ssim
@@ -283,13 +283,13 @@ def _another(run: Run, observation: Observation, seed: int) -> Tensor:
 
 def _guesses(run: Run, observation: Observation, threat: ThreatModel) -> tuple[RecoveredGradient, dict[str, Tensor]]:
     """Return what is read off an update, and what each attack takes for the first gradient, by the attack's name."""
-    received = observation.received()
-    change = update_change(run, observation.sent, received)
-    read = change.recovered() if change else read_update(run, observation.sent, received)
+    received = observation.answer()
+    change = update_change(run, observation.message, received)
+    read = change.recovered() if change else read_update(run, observation.message, received)
     gradients = {"inputs": read.first}
     if change is not None and observation.codes is not None:
         gradients["singular vector"] = singular_gradient(change)
-        if threat.known:
+        if threat.knows_embeddings:
             gradients["matched filter"] = separate_clients(change, observation.codes)[0]
         if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
             candidates = read_thresholds(change)
@@ -314,7 +314,7 @@ def evidence_of(
     """Return what the server has of one client to reconstruct images from."""
     held = len(observation.images) * len(observation.updates)
     return Evidence(
-        run.task, training_of(run), recovered, observation.sent, observation.received(),
+        run.task, training_of(run), recovered, observation.message, observation.answer(),
         held, tuple(observation.images.shape[1:]), bounds, threat.local_steps, threat.batch_size,
         len(observation.updates), observation.trap,
     )  # fmt: skip
@@ -373,9 +373,12 @@ def _further(run: Run) -> list[ThreatModel]:
         return []
     many = min(20, len(run.task.clients))
     sums = [
-        ThreatModel(first_round=True, summed_over=many, known=True),
+        ThreatModel(first_round=True, summed_over=many, knows_embeddings=True),
         ThreatModel(first_round=True, summed_over=many, server="thresholds"),
     ]
-    noise = isinstance(run.method, Hardened) and run.method.noise is not None
-    repeated = [ThreatModel(first_round=True, known=True), ThreatModel(first_round=True, known=True, asked=4)]
+    noise = isinstance(run.method, HardenedMethod) and run.method.noise is not None
+    repeated = [
+        ThreatModel(first_round=True, knows_embeddings=True),
+        ThreatModel(first_round=True, knows_embeddings=True, queries=4),
+    ]
     return [*(sums if many > 1 else []), *(repeated if noise else [])]

@@ -81,7 +81,7 @@ def open_run(folder: Path, app: str | None = None) -> Run:
     if saved is None:
         raise UsageError(f"{folder} has no finished round.", cure="Run the app again.")
     private: dict[int, Tensors] = {c: method.private_start(task, c, seed=seed) for c in task.clients}
-    return Run(task, method, saved.state, private, tuple(saved.rounds), seed, saved.attempted)
+    return Run(task, method, saved.state, private, tuple(saved.rounds), seed, saved.attempt_answers)
 
 
 def state_dicts(task: Task, weights: Weights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -189,7 +189,8 @@ class FederationAudit(Settings):
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),
         description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "
-        "does: +first round, +known embeddings, +asked=K times, +malicious, +thresholds, +fishing. May be repeated.",
+        "does: +first (the first round), +embeddings (it knows the clients' embeddings), +queries=K (K answers to "
+        "one state), +malicious, +thresholds, +fishing. May be repeated.",
     )
     seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")
@@ -297,7 +298,7 @@ class FederationPlan(_Request):
             task: The task that the method is to train, since noise depends on who holds which examples.
         """
         from netweight.methods.federate.lies import Lying
-        from netweight.methods.federate.protections import Hardened, UpdateNoise
+        from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
         from netweight.methods.federate.refusal import RefusalLimits
 
         noise = self.noise_multiplier
@@ -318,7 +319,7 @@ class FederationPlan(_Request):
             method = AveragedStatistics(method)
         if self.noise or self.refuse or self.minimum_steps > 1:
             added = UpdateNoise(self.clip, self.noise) if self.noise else None
-            method = Hardened(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
+            method = HardenedMethod(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
         if self.lie is None:
             return method
         # Rules that shorten or sort leave nothing to gain from length; the others allow nearly `most_norm`.

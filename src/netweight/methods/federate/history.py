@@ -28,8 +28,10 @@ class Round:
     """Privacy budget that each client reports as spent."""
     seconds: float = 0.0
     """Wall-clock time of local training and aggregation, without evaluation."""
-    refused: Mapping[int, str] = field(default_factory=dict)
+    refusals: Mapping[int, str] = field(default_factory=dict)
     """Client → why its update was left out."""
+    errors: tuple[int, ...] = ()
+    """Clients of `refusals` whose program or node failed, in order."""
     attempts: int = 1
     """Number of attempts."""
     suspects: Mapping[int, str] = field(default_factory=dict)
@@ -59,23 +61,23 @@ class Round:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Round:
         """Read what `to_json` gave: JSON's keys are text and its tuples lists."""
-        maps = ("before", "after", "loss", "epsilon", "refused", "suspects", "answers")
+        maps = ("before", "after", "loss", "epsilon", "refusals", "suspects", "answers")
         numbered = {name: {int(client): value for client, value in values.get(name, {}).items()} for name in maps}
-        return cls(**{**values, **numbered, "clients": tuple(values["clients"])})
+        return cls(**{**values, **numbered, "clients": tuple(values["clients"]), "errors": tuple(values["errors"])})
 
 
 def _mean(values: Mapping[int, float]) -> float | None:
     return sum(values.values()) / len(values) if values else None
 
 
-def total_answers(rounds: Sequence[Round], attempted: Mapping[int, int]) -> dict[int, int]:
+def total_answers(rounds: Sequence[Round], attempt_answers: Mapping[int, int]) -> dict[int, int]:
     """Return client → number of answers in rounds and in attempts after them.
 
     Args:
         rounds: Finished rounds.
-        attempted: Client → answers in attempts of a round that is not finished.
+        attempt_answers: Client → answers in attempts of a round that is not finished.
     """
-    total = dict(attempted)
+    total = dict(attempt_answers)
     for done in rounds:
         for client, count in done.answers.items():
             total[client] = total.get(client, 0) + count

@@ -18,7 +18,7 @@ from torch import Tensor
 from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, LocalResult, Wrapped
+from netweight.methods.federate.method import Client, LocalResult, MethodWrapper
 from netweight.methods.federate.settings import Lie
 from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.updates import Tensors, Update, dense_tensors
@@ -33,7 +33,7 @@ _LIKENESS = 0.3  # least cosine that a knowing liar keeps with its honest change
 
 @final
 @dataclass(frozen=True)
-class Lying(Wrapped):
+class Lying(MethodWrapper):
     """A method some of whose clients lie.
 
     Attributes:
@@ -82,7 +82,7 @@ class _Liar:
     @property
     def sent(self) -> Tensors:
         """Parameters that the server sent."""
-        return self.client.received
+        return self.client.message
 
     def honest(self) -> LocalResult:
         """Return what it would send."""
@@ -97,7 +97,7 @@ class _Liar:
         client = self.client
         if of is not None:
             private = self.lying.method.private_start(self.task, of, seed=self.seed)
-            client = Client(of, private, self.client.received)
+            client = Client(of, private, self.client.message)
         task = dataclasses.replace(self.task, data={client.number: change(self.task.client(client.number))})
         model, draws = LocalModel(task, self.model.device), self.seed if seed is None else seed
         (one,) = self.lying.method.train(task, model, [client], round=self.round, seed=draws)

@@ -42,7 +42,7 @@ def learners_of(method: Method, task: Task, clients: Sequence[Client], *, round:
     """Return the clients of a round with the models that they begin with."""
     return [
         Learner(
-            client.number, method.weights(task, client.received, client.private),
+            client.number, method.weights(task, client.message, client.private),
             seeds.derive(seed, "client", client.number, "round", round),
         )
         for client in clients

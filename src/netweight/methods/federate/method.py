@@ -67,7 +67,7 @@ class Client:
     """Number of the client in the task."""
     private: Tensors
     """Tensors by name that the client keeps between rounds and never sends."""
-    received: Tensors
+    message: Tensors
     """Tensors by name that the server sent in this round."""
 
 
@@ -133,7 +133,7 @@ class Method(Protocol):
 
 
 @dataclass(frozen=True)
-class Wrapped:
+class MethodWrapper:
     """A method whose clients do something else around its training; all but that is the method's own."""
 
     method: Method

@@ -15,7 +15,7 @@ from netweight.attacks.gradient_inversion.analytic import (
     hypernetwork_tensors,
     threshold_trunk,
 )
-from netweight.attacks.gradient_inversion.chains import Imprinted, imprint
+from netweight.attacks.gradient_inversion.chains import Imprint, imprint
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
@@ -39,9 +39,9 @@ class Observation:
 
     client: int
     """Number of the client."""
-    sent: Tensors
+    message: Tensors
     """Tensors by name that the server sent."""
-    trap: Imprinted | None
+    trap: Imprint | None
     """Information with which a malicious server reads the answer; None for an honest one."""
     updates: tuple[Update, ...]
     """The updates whose average the server sees: the client's own, or those of a secure sum."""
@@ -56,11 +56,11 @@ class Observation:
     codes: Tensor | None
     """Hidden codes of the clients summed, shape `(k, H)`, its own first; None without hypernetwork."""
 
-    def received(self) -> dict[str, Tensor]:
+    def answer(self) -> dict[str, Tensor]:
         """Return what the server sees come back, low-rank matrices made whole."""
         if len(self.updates) > 1:
-            return aggregate(self.sent, self.updates)
-        return dense_tensors(self.updates[0].tensors, self.sent)
+            return aggregate(self.message, self.updates)
+        return dense_tensors(self.updates[0].tensors, self.message)
 
 
 def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
@@ -94,13 +94,13 @@ def _in_sum(one: Observation, group: Sequence[Observation]) -> Observation:
     return replace(one, updates=tuple(other.updates[0] for other in group), codes=joined)
 
 
-def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprinted:
+def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprint:
     """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
     if not any(name.endswith("heads.weight") for name in state):
         raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
     public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
     bounds = (float(public.min()), float(public.max()))
-    images, bodies = max(threat.held, 2), rows_of_body(state, run.task.body_layout.size)
+    images, bodies = max(threat.client_examples, 2), rows_of_body(state, run.task.body_layout.size)
     return imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
 
 
@@ -138,7 +138,7 @@ def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
 
     def share(one: Observation) -> float:
         try:
-            gradient = run.task.body_layout.split(read_update(run, one.sent, one.received()).first)
+            gradient = run.task.body_layout.split(read_update(run, one.message, one.answer()).first)
         except UsageError:  # nothing came back: the client has no image of this class
             return 0.0
         values = torch.linalg.svdvals(gradient[f"{linear}.weight"]).square()
@@ -149,12 +149,12 @@ def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
 
 
 def _observed(
-    method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, trap: Imprinted | None, draw: int,
+    method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, trap: Imprint | None, draw: int,
     seed: int,
 ) -> Observation:  # fmt: skip
-    if run.task.habits.needs_two and min(threat.held, threat.batch_size) == 1:
+    if run.task.habits.needs_two and min(threat.client_examples, threat.batch_size) == 1:
         raise Unsupported("This network normalizes over the batch and is not trained on single examples.")
-    task = _small_task(run.task, number, threat.held, draw, seed)
+    task = _small_task(run.task, number, threat.client_examples, draw, seed)
     private = method.private_start(run.task, number, seed=run.seed) if threat.first_round else run.private[number]
     client = Client(number, private, method.message(state, number))
     model = LocalModel(task)
@@ -162,8 +162,8 @@ def _observed(
     if not results:
         raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
     trained = results[0]
-    update = trained.update if threat.asked == 1 else _averaged(method, task, model, client, threat.asked, seed)
-    weights = method.weights(run.task, client.received, private)
+    update = trained.update if threat.queries == 1 else _averaged(method, task, model, client, threat.queries, seed)
+    weights = method.weights(run.task, client.message, private)
     inputs, targets = task.client(number).train
     model.train("body")
     body = weights.body.clone().requires_grad_()
@@ -173,8 +173,8 @@ def _observed(
     movement = trained.weights.body - weights.body
     codes = None
     if "embedding" in private:
-        codes = hidden_code(hypernetwork_tensors(client.received), private["embedding"])[None]
-    return Observation(number, client.received, trap, (update,), inputs, targets, gradient, movement, codes)
+        codes = hidden_code(hypernetwork_tensors(client.message), private["embedding"])[None]
+    return Observation(number, client.message, trap, (update,), inputs, targets, gradient, movement, codes)
 
 
 def _averaged(method: Method, task: Task, model: LocalModel, client: Client, answers: int, seed: int) -> Update:
@@ -183,7 +183,7 @@ def _averaged(method: Method, task: Task, model: LocalModel, client: Client, ans
     for turn in range(answers):
         own = seeds.derive(seed, "asked", turn)
         (one,) = method.train(task, model, [client], round=1, seed=own)
-        for name, value in dense_tensors(one.update.tensors, client.received).items():
+        for name, value in dense_tensors(one.update.tensors, client.message).items():
             total[name] = total.get(name, 0) + value / answers
     return replace(one.update, tensors=total)
 

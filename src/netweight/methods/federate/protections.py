@@ -20,7 +20,7 @@ from netweight.methods.federate.accounting import AnswerPrivacy, Release, privac
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, LocalResult, Wrapped, prefixed, without
+from netweight.methods.federate.method import Client, LocalResult, MethodWrapper, prefixed, without
 from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, relative_change
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
@@ -54,7 +54,7 @@ class UpdateNoise:
 
 @final
 @dataclass(frozen=True)
-class Hardened(Wrapped):
+class HardenedMethod(MethodWrapper):
     """A method whose clients protect themselves before they send."""
 
     # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
@@ -91,7 +91,7 @@ class Hardened(Wrapped):
         if self.noise is None:
             return trained
         return [
-            replace(one, update=_noisy(one.update, client.received, self.noise, seed))
+            replace(one, update=_noisy(one.update, client.message, self.noise, seed))
             for one, client in zip(trained, willing, strict=True)
         ]
 
@@ -121,7 +121,7 @@ class Hardened(Wrapped):
             return []
         images = task.client(client.number).train[0][: self.training.batch_size]
         return refuse_abnormal(
-            rows_of_body(client.received, task.body_layout.size),
+            rows_of_body(client.message, task.body_layout.size),
             body=task.body,
             embedding=client.private["embedding"],
             images=images,
@@ -150,11 +150,11 @@ def _remembering(one: LocalResult, client: Client, round: int, seed: int) -> Loc
     stored = client.private.get(f"{_MEMORY}seed")
     key = seeds.derive(seed, "client", client.number, "sketch") % 2**62 if stored is None else int(stored)
     changes = [
-        float((value - client.received[name]).double().square().sum())
-        for name, value in dense_tensors(one.update.tensors, client.received).items()
+        float((value - client.message[name]).double().square().sum())
+        for name, value in dense_tensors(one.update.tensors, client.message).items()
     ]
     memory = {
-        "seed": torch.tensor(key), "round": torch.tensor(round), "state": _sketch(client.received, key),
+        "seed": torch.tensor(key), "round": torch.tensor(round), "state": _sketch(client.message, key),
         "change": torch.tensor(sum(changes) ** 0.5, dtype=torch.float64),
     }  # fmt: skip
     return replace(one, private={**one.private, **prefixed(_MEMORY, memory)})
@@ -165,7 +165,7 @@ def _change_since(client: Client, round: int) -> float | None:
     memory = without(_MEMORY, client.private)
     if not memory or int(memory["round"]) != round - 1:
         return None
-    now = _sketch(client.received, int(memory["seed"]))
+    now = _sketch(client.message, int(memory["seed"]))
     return relative_change({"": now}, {"": memory["state"]}, float(memory["change"]))
 
 

@@ -27,7 +27,7 @@ from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, e
 from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
 from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
 from netweight.methods.federate.observation import observe, read_update
-from netweight.methods.federate.protections import Hardened, UpdateNoise
+from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.threats import ThreatModel, own_threat
@@ -78,7 +78,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     step = ThreatModel(first_round=True)
     looks = {each: (one, step, settings.images) for each, one in runs.items()}
     if settings.noise:
-        noisy = replace(run, method=Hardened(run.method, UpdateNoise(settings.clip, settings.noise)))
+        noisy = replace(run, method=HardenedMethod(run.method, UpdateNoise(settings.clip, settings.noise)))
         looks[f"{name}, noise added"] = (noisy, step, settings.images)
     many = min(settings.summed_over, len(run.task.clients))
     lied = f"{name}, in a secure sum, malicious server"
@@ -86,7 +86,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         summed = replace(step, summed_over=many)
         looks[f"{name}, in a secure sum"] = (run, summed, 1)
         if any(part.endswith("heads.weight") for part in run.state):
-            careful = replace(run, method=Hardened(run.method, refusal=RefusalLimits()))
+            careful = replace(run, method=HardenedMethod(run.method, refusal=RefusalLimits()))
             lies = replace(summed, server="thresholds")
             looks |= {lied: (run, lies, 1), f"{lied}, clients look": (careful, lies, 1)}
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
@@ -133,8 +133,8 @@ def _whole_round(name: str, run: Run, count: int, seed: int) -> Finding:
     """The gradient read from one more round by the schedule of the federation."""
     observations = observe(run, own_threat(run), run.task.clients, seed=seed)
     average = replace(observations[0], updates=tuple(one.updates[0] for one in observations))
-    anyway = read_update(run, average.sent, average.received()).first
-    cosines = [cosine(read_update(run, one.sent, one.received()).first, one.gradient) for one in observations[:count]]
+    anyway = read_update(run, average.message, average.answer()).first
+    cosines = [cosine(read_update(run, one.message, one.answer()).first, one.gradient) for one in observations[:count]]
     given = [cosine(anyway, one.gradient) for one in observations[:count]]
     return mean_finding(
         f"{name}: gradient recovered, whole round of this federation", cosines, "cosine", seed,

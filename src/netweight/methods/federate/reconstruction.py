@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from netweight.attacks.gradient_inversion.analytic import RecoveredGradient
-from netweight.attacks.gradient_inversion.chains import Imprinted, read_imprint
+from netweight.attacks.gradient_inversion.chains import Imprint, read_imprint
 from netweight.attacks.gradient_inversion.client import sgd_difference
 from netweight.attacks.gradient_inversion.matching import (
     Bounds,
@@ -63,11 +63,11 @@ class Evidence:
     """The network in its halves."""
     training: LocalTraining
     """Local training: learning rate, momentum, weight decay."""
-    recovered: RecoveredGradient
+    gradient: RecoveredGradient
     """The gradient read from the update, and the body it was taken of."""
-    sent: Tensors
+    message: Tensors
     """Tensors by name that the server sent."""
-    received: Tensors
+    answer: Tensors
     """Tensors by name that the client sent back."""
     images: int
     """Number of images behind the update."""
@@ -81,7 +81,7 @@ class Evidence:
     """Images of a local step."""
     clients: int = 1
     """Number of clients whose average the server sees."""
-    trap: Imprinted | None = None
+    trap: Imprint | None = None
     """Information with which a malicious server reads the answer."""
 
 
@@ -132,7 +132,7 @@ def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
         raise Unsupported("The body is the malicious server's.")
     shape = (1, *evidence.shape)
     inversion = invert_generated(
-        evidence.recovered, evidence.task.body, shape=(1, shape[1], shape[2], shape[3]), bounds=evidence.bounds,
+        evidence.gradient, evidence.task.body, shape=(1, shape[1], shape[2], shape[3]), bounds=evidence.bounds,
         config=search.peeling, seed=seed,
     )  # fmt: skip
     return inversion.images
@@ -143,7 +143,7 @@ def _imprinted(evidence: Evidence, search: Search, seed: int) -> Tensor:
         raise Unsupported("The server is honest.")
     from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 
-    after = rows_of_body(evidence.received, evidence.task.body_layout.size)
+    after = rows_of_body(evidence.answer, evidence.task.body_layout.size)
     low, high = (float(torch.as_tensor(end)) for end in evidence.bounds)
     c, h, w = evidence.shape
     images, _ = read_imprint(
@@ -156,14 +156,14 @@ def _imprinted(evidence: Evidence, search: Search, seed: int) -> Tensor:
 def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
     layouts = {"body.": evidence.task.body_layout, "head.": evidence.task.head_layout}
     names = [prefix + name for prefix, layout in layouts.items() for name in layout.names]
-    if not set(names) <= set(evidence.sent):
+    if not set(names) <= set(evidence.message):
         raise Unsupported("The classifier stays with the client.")
     _refuse_large(evidence)
     if evidence.steps > MOST_STEPS:
         raise Unsupported(f"{evidence.steps} local steps are not unrolled, only up to {MOST_STEPS}.")
     model = _with_constant_buffers(evidence.task)
-    params = {name: evidence.sent[name].detach() for name in names}
-    observed = {name: evidence.received[name].detach() - params[name] for name in names}
+    params = {name: evidence.message[name].detach() for name in names}
+    observed = {name: evidence.answer[name].detach() - params[name] for name in names}
     training = evidence.training
     local_update = sgd_difference(
         model, lr=training.lr, steps=evidence.steps, batch_size=None if evidence.clients > 1 else evidence.batch_size,
@@ -178,15 +178,15 @@ def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
 
 def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -> Tensor:
     """Search images and the gradients by their features that give the body's gradient, by the cosine of both."""
-    if {f"head.{name}" for name in evidence.task.head_layout.names} <= set(evidence.sent):
+    if {f"head.{name}" for name in evidence.task.head_layout.names} <= set(evidence.message):
         raise Unsupported("The classifier is shared, so that its gradient is also matched.")
     if evidence.trap is not None:
         raise Unsupported("The body is the malicious server's.")
     _refuse_large(evidence)
     layout: ParameterLayout = evidence.task.body_layout
     body = _constant_half(evidence.task.body)
-    weights = {n: v.float() for n, v in layout.split(evidence.recovered.generated).items()}
-    target = {n: v.float() for n, v in layout.split(evidence.recovered.first).items()}
+    weights = {n: v.float() for n, v in layout.split(evidence.gradient.generated).items()}
+    target = {n: v.float() for n, v in layout.split(evidence.gradient.first).items()}
     config, shape = search.matching or MatchingConfig(), (evidence.images, *evidence.shape)
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in evidence.bounds)
     start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)

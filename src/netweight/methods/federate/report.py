@@ -91,7 +91,7 @@ def odd_clients(rounds: Sequence[Round]) -> list[Table]:
     """Return who was left out of rounds or looked odd, and why; none where nobody did."""
     said: dict[tuple[int, str], list[int]] = {}
     for done in rounds:
-        for kind, whys in (("left out", done.refused), ("suspicious", done.suspects)):
+        for kind, whys in (("left out", done.refusals), ("suspicious", done.suspects)):
             for client, why in whys.items():
                 said.setdefault((client, f"{kind}: {why.partition(' (')[0]}"), []).append(done.round)
     rows = [(str(client), why, len(rounds), str(rounds[0])) for (client, why), rounds in sorted(said.items())]
@@ -123,7 +123,7 @@ def _accuracy_of_rounds(rounds: Sequence[Round], method: str, *, seed: int) -> l
     return [
         _mean_finding("accuracy of the received model, before local training", last.before, about, seed),
         _mean_finding("accuracy of the personal model, after local training", last.after, about, seed),
-        Finding("clients left out of rounds", sum(len(round.refused) for round in rounds), detail=about),
+        Finding("clients left out of rounds", sum(len(round.refusals) for round in rounds), detail=about),
     ]
 
 

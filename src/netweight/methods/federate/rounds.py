@@ -20,10 +20,6 @@ from netweight.methods.federate.screening import screen
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import Tensors, Update, validate_updates
 
-# How a reason begins for a client whose own program failed.
-ANSWERED_WITH_ERROR = "answered with error"
-# What the reason says of a client that protects itself, which is not a failure.
-TAKES_NO_PART = "does not take part"
 _LOG = logging.getLogger(__name__)
 
 
@@ -53,13 +49,13 @@ class Trial:
     """The round's number, from 1."""
     attempt: int
     """Number of attempts before this one."""
-    asked: tuple[int, ...]
+    clients: tuple[int, ...]
     """The clients that were drawn, in order."""
-    sent: Mapping[int, Tensors]
+    messages: Mapping[int, Tensors]
     """Tensors that each reachable client is sent, by client and name."""
     absent: Mapping[int, str]
     """Client → why it could not be reached."""
-    started: float
+    start_time: float
     """Begin of the attempt on the monotonic clock, moved later by time that does not count."""
 
 
@@ -71,7 +67,7 @@ class Transport(Protocol):
         ...
 
     def collect(self, trial: Trial) -> Sequence[Update]:
-        """Send each client of `trial.sent` its tensors and return the updates that came back.
+        """Send each client of `trial.messages` its tensors and return the updates that came back.
 
         A reply that cannot be used is an update with a `fault`; a secure sum is one update with the clients' own,
         without tensors, in `summed`.
@@ -94,7 +90,7 @@ class Rounds:
     def __init__(self, method: Method, settings: Federation, clients: Sequence[int], state: Tensors) -> None:
         self.method, self.settings, self.clients = method, settings, tuple(clients)
         self.state, self.rounds = state, list[Round]()
-        self.attempted: dict[int, int] = {}  # client → answers in attempts of the round under way
+        self.attempt_answers: dict[int, int] = {}  # client → answers in attempts of the round under way
         self.job: Job | None = None
         self.registered: Mapping[int, int] | None = None  # client → examples that somebody else vouches for
         sampled = settings.sampled(len(self.clients))
@@ -108,19 +104,19 @@ class Rounds:
     @property
     def answers(self) -> dict[int, int]:
         """Client → how many answers it was asked for so far, failed attempts included."""
-        return total_answers(self.rounds, self.attempted)
+        return total_answers(self.rounds, self.attempt_answers)
 
     def resume(self, job: Job) -> Checkpoint | None:
         """Go on from a checkpoint, if there is one, and save there from now on."""
         self.job, saved = job, Checkpoint.load(job)
         if saved is not None:
-            self.state, self.rounds, self.attempted = saved.state, list(saved.rounds), dict(saved.attempted)
+            self.state, self.rounds, self.attempt_answers = saved.state, list(saved.rounds), dict(saved.attempt_answers)
         return saved
 
     def save(self, private: Mapping[int, Tensors] | None = None) -> None:
         """Write a checkpoint, if there is a folder for it."""
         if self.job is not None:
-            Checkpoint(self.state, private or {}, self.rounds, self.attempted).save(self.job)
+            Checkpoint(self.state, private or {}, self.rounds, self.attempt_answers).save(self.job)
 
     @property
     def done(self) -> bool:
@@ -129,19 +125,19 @@ class Rounds:
         return len(self.rounds) >= self.settings.rounds or plateau
 
     def refuse_failing_clients(self) -> None:
-        """Fail the run if some client answered with an error in every round that asked it.
+        """Fail the run if the program of some client failed in every round that asked it.
+
+        A client that protects itself and abstains has not failed.
 
         Raises:
             FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
         """
         for client in self.clients:
             rounds = [done for done in self.rounds if client in done.clients]
-            whys = [done.refused.get(client, "") for done in rounds]
-            failed = [why.startswith(ANSWERED_WITH_ERROR) and TAKES_NO_PART not in why for why in whys]
-            if rounds and all(failed):
+            if rounds and all(client in done.errors for done in rounds):
                 raise FederationStopped(
-                    f"Client {client} {whys[-1]}, in each of the {len(rounds)} rounds that asked it; the others' "
-                    f"result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
+                    f"Client {client} {rounds[-1].refusals[client]}, in each of the {len(rounds)} rounds that asked "
+                    f"it; the others' result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
                     cure="Repair that client and run the same command with more rounds, or leave the client out "
                     "of the task.",
                 )
@@ -188,12 +184,12 @@ class Rounds:
         missing = {c: absent.get(c, "was dropped, to simulate a failure (drop_out)") for c in selected if c not in sent}
         missing |= {c: f"has answered {most} times, which uses up its privacy budget" for c in spent}
         for client in sent:
-            self.attempted[client] = self.attempted.get(client, 0) + 1
+            self.attempt_answers[client] = self.attempt_answers.get(client, 0) + 1
         return Trial(number, attempt, selected, sent, missing, time.monotonic())
 
     def last_taken(self, client: int) -> int:
         """Return the last round in which a client's update was taken, 0 for none."""
-        taken = [done.round for done in self.rounds if client in done.clients and client not in done.refused]
+        taken = [done.round for done in self.rounds if client in done.clients and client not in done.refusals]
         return max(taken, default=0)
 
     def conclude(self, trial: Trial, updates: Sequence[Update]) -> bool:
@@ -205,13 +201,14 @@ class Rounds:
         sound, refused = self.validate(trial, updates)
         for client, why in sorted(refused.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
-        own = [part for update in sound for part in update.summed or (update,)]
+        own = [part for update in sound for part in update.parts or (update,)]
         if len(own) < self.settings.min_clients:
             return False
         suspects = self.aggregate(trial, sound)
         for client, why in sorted(suspects.items()):
             _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
-        self.record(trial, own, refused, suspects)
+        errors = {update.client for update in updates if update.fault and update.fault.kind == "error"}
+        self.record(trial, own, refused, suspects, sorted(errors))
         return True
 
     def validate(self, trial: Trial, updates: Sequence[Update]) -> tuple[list[Update], dict[int, str]]:
@@ -220,38 +217,39 @@ class Rounds:
         Returns:
             Sound updates, or sound secure sums, and client → why it was left out.
         """
-        faults = {update.client: update.fault for update in updates if update.fault}
-        sums = [update for update in updates if update.summed]
+        faults = {update.client: update.fault.reason for update in updates if update.fault}
+        sums = [update for update in updates if update.parts]
         if sums:
-            said = {part.client for update in sums for part in update.summed}
-            missing = {client: "is not in the sum" for client in trial.sent if client not in said}
+            said = {part.client for update in sums for part in update.parts}
+            missing = {client: "is not in the sum" for client in trial.messages if client not in said}
             return sums, {**missing, **trial.absent, **faults}
-        sound, refused = validate_updates(trial.sent, [one for one in updates if not one.fault], round=trial.round)
+        sound, refused = validate_updates(trial.messages, [one for one in updates if not one.fault], round=trial.round)
         refused = {**refused, **trial.absent, **faults}
         return [one for one in sound if one.client not in refused], refused
 
     def aggregate(self, trial: Trial, sound: Sequence[Update]) -> dict[int, str]:
         """Bound and join valid updates into the next state; return client → what is odd about its update."""
-        summed = any(update.summed for update in sound)
+        summed = any(update.parts for update in sound)
         joined, suspects = list(sound), dict[int, str]()
         if not summed or len(sound) > 1:
             registered = None if summed else self.registered
             joined, suspects = screen(
-                trial.sent, self.state, sound, self.settings, round=trial.round, registered=registered
+                trial.messages, self.state, sound, self.settings, round=trial.round, registered=registered
             )
         if summed:  # who is in many odd sums, though the groups change, is the one
             odd = [update for update in sound if update.client in suspects]
             suspects = {
                 part.client: f"is in a suspicious sum ({suspects[update.client]})"
                 for update in odd
-                for part in update.summed
+                for part in update.parts
             }
         self.state = self.method.aggregate(self.state, joined)
         return suspects
 
     def record(
-        self, trial: Trial, own: Sequence[Update], refused: Mapping[int, str], suspects: Mapping[int, str]
-    ) -> None:
+        self, trial: Trial, own: Sequence[Update], refused: Mapping[int, str], suspects: Mapping[int, str],
+        errors: Sequence[int],
+    ) -> None:  # fmt: skip
         """Add a finished round to the history.
 
         Args:
@@ -259,16 +257,17 @@ class Rounds:
             own: One update for each client that took part, for its metrics.
             refused: Client → why it was left out.
             suspects: Client → what is odd about its update.
+            errors: Clients whose program or node failed.
         """
         metrics = {
             kind: {one.client: one.metrics[kind] for one in own if kind in one.metrics}
             for kind in ("before", "after", "loss", "epsilon")
         }
         done = Round(
-            trial.round, trial.asked, **metrics, seconds=time.monotonic() - trial.started, refused=refused,
-            attempts=trial.attempt + 1, suspects=suspects, answers=dict(self.attempted),
+            trial.round, trial.clients, **metrics, seconds=time.monotonic() - trial.start_time, refusals=refused,
+            attempts=trial.attempt + 1, suspects=suspects, errors=tuple(errors), answers=dict(self.attempt_answers),
         )  # fmt: skip
-        self.attempted.clear()
+        self.attempt_answers.clear()
         self.rounds.append(done)
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(own), len(done.clients), means)

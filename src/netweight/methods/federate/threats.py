@@ -9,7 +9,7 @@ from typing import Any, Literal, final
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.method import Method
-from netweight.methods.federate.protections import Hardened
+from netweight.methods.federate.protections import HardenedMethod
 from netweight.methods.federate.settings import LocalTraining
 
 _SERVERS = {
@@ -36,20 +36,20 @@ class ThreatModel:
     "thresholds" one whose trunk tells the clients of a sum apart, "fishing" a classifier to which one class
     alone makes a difference.
     """
-    asked: int = 1
+    queries: int = 1
     """Number of times that the same state is asked, where every answer has other noise."""
-    known: bool = False
+    knows_embeddings: bool = False
     """True if the server knows the clients' embeddings, from a round that it saw in the clear."""
     first_round: bool = False
     """Attack the first round, from the method's initial state, rather than one more round of the trained federation."""
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if min(self.batch_size, self.local_steps, self.summed_over, self.asked) < 1 or (self.examples or 1) < 1:
+        if min(self.batch_size, self.local_steps, self.summed_over, self.queries) < 1 or (self.examples or 1) < 1:
             raise UsageError(f"There is no such threat model: {self}.", cure="All numbers are at least 1.")
 
     @property
-    def held(self) -> int:
+    def client_examples(self) -> int:
         """Number of examples that the client trains on."""
         return self.examples or self.batch_size
 
@@ -59,20 +59,21 @@ class ThreatModel:
         steps = f"{self.local_steps} step{'s' * (self.local_steps > 1)} of batch {self.batch_size}"
         steps += f", sum of {self.summed_over} clients" if self.summed_over > 1 else ""
         steps += _SERVERS[self.server]
-        steps += f", asked {self.asked} times" if self.asked > 1 else ""
-        steps += ", embeddings known" if self.known else ""
+        steps += f", asked {self.queries} times" if self.queries > 1 else ""
+        steps += ", embeddings known" if self.knows_embeddings else ""
         return steps + (", first round" if self.first_round else "")
 
 
 def shortened(method: Method, threat: ThreatModel) -> Method:
     """Return the method with the threat model's batch size and steps, and without training of the head alone."""
-    if isinstance(method, Hardened):  # the attacker may ask for fewer steps than the client agrees to
+    if isinstance(method, HardenedMethod):  # the attacker may ask for fewer steps than the client agrees to
         return dataclasses.replace(method, method=shortened(method.method, threat))
-    per_epoch = -(-threat.held // threat.batch_size)
+    per_epoch = -(-threat.client_examples // threat.batch_size)
     epochs, rest = divmod(threat.local_steps, per_epoch)
     if rest:
         raise UsageError(
-            f"{threat.local_steps} steps of {threat.batch_size} are not whole passes over {threat.held} examples.",
+            f"{threat.local_steps} steps of {threat.batch_size} are not whole passes over "
+            f"{threat.client_examples} examples.",
             cure=f"Ask for a multiple of {per_epoch} steps.",
         )
     training = getattr(method, "training", None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -46,6 +46,19 @@ class LowRank:
 
 @final
 @dataclass(frozen=True)
+class Fault:
+    """Why a client's reply cannot be used."""
+
+    reason: str
+    """The reason, for logs and for the history of rounds."""
+    kind: Literal["invalid", "abstention", "error"] = "invalid"
+    """"abstention" if the client protects itself and does not take part, "error" if its program or its node failed,
+    "invalid" for any other reply that cannot be used, and for none.
+    """
+
+
+@final
+@dataclass(frozen=True)
 class Update:
     """A client's reply to a round, in the one form that it has from local training to the aggregate."""
 
@@ -59,9 +72,9 @@ class Update:
     """The round that it answers, from 1."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Figures that the client reports of its model: "before", "after", "loss", "epsilon", as far as it knows them."""
-    fault: str = ""
-    """Reason why the reply cannot be used; empty for one that can be validated."""
-    summed: tuple[Update, ...] = ()
+    fault: Fault | None = None
+    """Why the reply cannot be used; None for one that can be validated."""
+    parts: tuple[Update, ...] = ()
     """Updates of the single clients, without tensors, if this is a secure sum or another joint update."""
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self, final
 from torch import Tensor
 
 from netweight.data.images.pairs import MemorizedPair
-from netweight.metrics.copies import COPY, Memorized, copies_of_prompt
+from netweight.metrics.copies import COPY, MemorizedImage, copies_of_prompt
 
 FEW = 30
 """Ordinary prompts below which statistics over them mean little."""
@@ -91,7 +91,7 @@ def check_edit(
     Returns:
         The counts.
     """
-    memorized = [Memorized(pair.prompt, pair.kind, pair.image, name=pair.name) for pair in pairs]
+    memorized = [MemorizedImage(pair.prompt, pair.kind, pair.image, name=pair.name) for pair in pairs]
     old = {each.label: copies_of_prompt(each, before[each.prompt], memorized) for each in memorized}
     new = {each.label: copies_of_prompt(each, after[each.prompt], memorized) for each in memorized}
     return EditCheck(

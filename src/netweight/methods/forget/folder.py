@@ -157,7 +157,7 @@ def _asked(settings: FolderForgetting) -> tuple[list[str], list[str], list[str] 
 
 @final
 @dataclass(frozen=True)
-class Audited:
+class AuditResults:
     """Results of the audits."""
 
     findings: tuple[Finding, ...]
@@ -169,7 +169,7 @@ class Audited:
 
 def audit_folder(
     audit: FolderAudit, model: Path, report: Report, *, folder: Path, seed: int, progress: Progress = QUIET
-) -> Audited:
+) -> AuditResults:
     """Run all audits on an edited pipeline's folder and add what they found to a report."""
     prompts, ordinary = _prompts(audit.search.targets, audit.ordinary, audit.column)
     others = [] if audit.others is None else read_prompts(audit.others, column=audit.column)
@@ -217,7 +217,7 @@ def audit_folder(
     for each in sections:
         report.add(each)
     effects = {prompt: words for prompt, (_, words) in verdicts(made, config).items()}
-    return Audited(tuple(finding for each in sections for finding in each.findings), effects, searched)
+    return AuditResults(tuple(finding for each in sections for finding in each.findings), effects, searched)
 
 
 def localized(model: str | Path) -> list[Localization] | None:
@@ -255,7 +255,7 @@ def _membership(
         for pictures in (memorized, others)
         for name in ("original", "edited")
     )
-    return Membership(before, after, controls_before, controls_after, given=bool(controls))
+    return Membership(before, after, controls_before, controls_after, own_controls=bool(controls))
 
 
 def _changed(original: TextToImage, edited: TextToImage, localizations: Sequence[Localization]) -> dict[str, float]:

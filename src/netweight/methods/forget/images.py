@@ -15,9 +15,9 @@ from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.data.images.pairs import MemorizedPair
 from netweight.errors import UsageError
-from netweight.methods.forget.mitigations import Deactivated, neuron_counts, random_units
+from netweight.methods.forget.mitigations import DeactivatedNeurons, neuron_counts, random_units
 from netweight.methods.forget.settings import GenerationSettings
-from netweight.metrics.copies import Memorized
+from netweight.metrics.copies import MemorizedImage
 from netweight.nn.text_to_image import Batches, TextToImage, generated, most_rows
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
@@ -29,7 +29,7 @@ _FOLDER = "images"  # of the images of every prompt
 class GeneratedImages:
     """Images of memorized and ordinary prompts, all with the same settings, each `(seeds, 3, height, width)`."""
 
-    memorized: Sequence[Memorized]
+    memorized: Sequence[MemorizedImage]
     """Training images with their prompts; a prompt may have several."""
     ordinary: Sequence[str]
     """Prompts whose images an edit is to leave as they are."""
@@ -104,7 +104,7 @@ def generate_before_and_after(
     progress: Progress = QUIET,
 ) -> GeneratedImages:
     """Generate memorized and ordinary prompts by the original, by its edit, and with as many random neurons off."""
-    memorized = [Memorized(pair.prompt, pair.kind, pair.image, name=pair.name) for pair in pairs]
+    memorized = [MemorizedImage(pair.prompt, pair.kind, pair.image, name=pair.name) for pair in pairs]
     prompts = list(dict.fromkeys(pair.prompt for pair in pairs))
     made = {
         name: generate_images(
@@ -120,7 +120,7 @@ def generate_before_and_after(
         if random is None:
             warnings = (f"There is no control of random neurons: {name}.",)
         else:
-            with Deactivated(random)(models["original"], prompts) as model:
+            with DeactivatedNeurons(random)(models["original"], prompts) as model:
                 made[name] = generate_images(
                     model, prompts, settings, setting=random.to_json(), folder=folder, progress=progress
                 )

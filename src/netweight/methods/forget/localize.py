@@ -75,7 +75,7 @@ class Localization:
     """k of that stage."""
     seeds: tuple[float, ...] = ()
     """Greatest similarity of each seed to another seed without blocked neurons."""
-    kept: int = 0
+    similar_seeds: int = 0
     """Number of them that lie above the threshold."""
     threshold: float | None = None
     refinement_threshold: float | None = None
@@ -259,7 +259,7 @@ def search(
         theta=config.thetas[stage],
         top=stage,
         seeds=tuple(seeds),
-        kept=len(memorized_seeds),
+        similar_seeds=len(memorized_seeds),
         threshold=threshold.value,
         broken=goal,
         refinement_threshold=limit,

@@ -48,7 +48,7 @@ class Membership:
     """Errors on pictures that were never trained on, of the model before the edit."""
     controls_after: PictureErrors
     """Errors on these pictures of the edited model."""
-    given: bool
+    own_controls: bool
     """True if the controls were given; otherwise they are turned copies of the memorized pictures."""
 
     def auc(self, *, edited: bool, prompt: bool) -> float:

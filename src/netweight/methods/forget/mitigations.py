@@ -47,7 +47,7 @@ class AllActive:
 
 @final
 @dataclass(frozen=True)
-class Deactivated:
+class DeactivatedNeurons:
     """Neurons switched off, or scaled, while the model runs."""
 
     units: Units

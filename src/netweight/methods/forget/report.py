@@ -358,11 +358,13 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
         ))  # fmt: skip
     worst_auc = max(float(each.value or 0) for each in findings)
     verdict = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
-    controls = "pictures that were given as never trained on" if subject.given else "rotated copies of the pictures"
+    controls = (
+        "pictures that were given as never trained on" if subject.own_controls else "rotated copies of the pictures"
+    )
     compared, few = len(subject.controls_after.own), []
     if compared < _FEW_CONTROLS:
         few.append(f"Only {compared} pictures are compared with: an area under the curve of so few is coarse.")
-    if not subject.given:
+    if not subject.own_controls:
         few.append("Rotated copies stand for pictures that were never trained on. Real ones are better: --controls.")
     return Section(
         "Membership", findings, tables=[_errors_table(subject)], warnings=few,

@@ -77,7 +77,7 @@ class Defense(Generic[S]):
         return self.settings.to_json()
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         """Check the model and make it ready; it is trained within the block, and left as a user wants it after."""
         yield
 
@@ -85,6 +85,6 @@ class Defense(Generic[S]):
         """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
         raise NotImplementedError
 
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Compute the loss of what is kept besides: by default the cross-entropy of the answers."""
         return {name: Term(losses.response_loss(model, batch, group))}

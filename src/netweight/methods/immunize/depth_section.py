@@ -9,7 +9,7 @@ from netweight.methods.immunize.depth_figures import distance_figure, lens_figur
 from netweight.methods.immunize.layers import KINDS, DepthAnalysis, LayerAnalysis
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Column, Finding, Section, Table
-from netweight.report.text import Conclusion, Measured, Words
+from netweight.report.text import Conclusion, HasValue, Words
 
 # Heading of the section.
 TITLE = "Depth of the defense"
@@ -115,7 +115,7 @@ def _words(moved: bool, *, halves: str, lens: str, probes: str) -> Words:
 _HALVES = "change of the weights, first half of the blocks by second"
 
 
-_CONCLUSION = Conclusion("immunize: depth", [Measured(_HALVES)], _words)
+_CONCLUSION = Conclusion("immunize: depth", [HasValue(_HALVES)], _words)
 
 
 def _layers(analysis: DepthAnalysis) -> Table:

@@ -31,7 +31,7 @@ from netweight.methods.immunize.train import immunize
 
 @final
 @dataclass(frozen=True)
-class Immunized:
+class ImmunizedFolder:
     """A folder that was defended."""
 
     record: Record
@@ -51,7 +51,7 @@ def immunize_folder(
     *,
     command: str | None = None,
     progress: Progress = QUIET,
-) -> Immunized:
+) -> ImmunizedFolder:
     """Train a defense into a model and write it as a folder of its own, whole or not at all.
 
     Args:
@@ -113,7 +113,7 @@ def immunize_folder(
         report.write(job.file(REPORT))
         carry_over(source, job.tree)
         job.publish(destination, overwrite=None)
-    return Immunized(record, destination / REPORT / "report.html", why_not, tuple(left_out))
+    return ImmunizedFolder(record, destination / REPORT / "report.html", why_not, tuple(left_out))
 
 
 def apply(source: Path, destination: Path, settings: ImmunizeSettings, progress: Progress) -> None:

@@ -64,7 +64,7 @@ def add_gradients(
     def sides() -> Iterator[Side]:
         yield from defense.sides(model, batch, torch_generator(draws[0], "noise", *draws[1:]))
         if kept is not None:
-            yield defense.kept(model, kept, batch.group)
+            yield defense.retain_side(model, kept, batch.group)
 
     terms: dict[str, TermLog] = {}
     with same_draws_after(parameters), closing(sides()) as all_sides:  # type: ignore[type-var]

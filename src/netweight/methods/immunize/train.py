@@ -113,7 +113,7 @@ def immunize(
     with ExitStack() as stack:
         if settings.frozen is not None:
             stack.enter_context(frozen(model, settings.frozen))
-        stack.enter_context(defense.prepared(model, seed=derive(settings.seed, "prepare")))
+        stack.enter_context(defense.preparation(model, seed=derive(settings.seed, "prepare")))
         if folder is not None:
             job = Job.open(folder, key=key, of="a training", state=CHECKPOINT)
             group.first(lambda: jobs.append(stack.enter_context(job)))

@@ -55,7 +55,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", "
 
 @final
 @dataclass(frozen=True)
-class Baked:
+class BakeResult:
     """A model that adapters were baked into."""
 
     path: Path
@@ -82,7 +82,7 @@ def bake_files(
     architecture: str | None = None,
     overwrite: bool = False,
     progress: Progress = QUIET,
-) -> Baked:
+) -> BakeResult:
     """Add adapters to the weights of a model.
 
     Args:
@@ -126,7 +126,7 @@ def bake_files(
             left_out = _bake_folder(model, path, baking, progress)
     changed = {str(plan.path): len(plan.parts) + len(plan.vectors) + len(plan.replacements) for plan, _ in plans}
     remarks = tuple(dict.fromkeys(remark for plan, _ in plans for remark in plan.remarks))
-    return Baked(path, changed, baking.changed, baking.copied, tuple(baking.rounded_away), left_out, remarks)
+    return BakeResult(path, changed, baking.changed, baking.copied, tuple(baking.rounded_away), left_out, remarks)
 
 
 def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def bake_model(
     compress: bool | None = None,
     overwrite: bool = False,
     progress: Progress = QUIET,
-) -> Baked:
+) -> BakeResult:
     """Add adapters to a model that may be compressed; see `bake_files`.
 
     Args:

@@ -61,7 +61,7 @@ from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Section
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import import_published, stable_diffusion_dimensions
-from netweight.store.lora_formats.writing import Exported
+from netweight.store.lora_formats.writing import ExportResult
 
 _SHOWN = 20  # adapters that are listed
 _WIDE = 48  # characters of what their files say
@@ -182,7 +182,7 @@ def export(
     """Write points as adapters."""
     opened = _opened(space, bank)
     points = points_of(opened, point)
-    made: dict[str, Exported] = {}
+    made: dict[str, ExportResult] = {}
     places: list[Path] = []
     how: Any = {name: value for name, value in settings if name != "point"}
     for name, place, scores in zip(points.names, places_of(points), points.scores, strict=True):
@@ -337,12 +337,12 @@ def info(settings: InfoSettings, context: Context, folder: Path) -> Result:
     return _bank(bank, verified=settings.verify)
 
 
-def _cells(made: Exported) -> tuple[str, str, str]:
+def _cells(made: ExportResult) -> tuple[str, str, str]:
     low, high = made.ranks
     return (f"{low}" if low == high else f"{low} to {high}", f"{made.relative_error:.2e}", str(made.path))
 
 
-def _payload(made: Exported) -> dict[str, Any]:
+def _payload(made: ExportResult) -> dict[str, Any]:
     return {
         "path": str(made.path), "layout": made.layout, "ranks": list(made.ranks),
         "relative_error": made.relative_error, "modules": made.modules, "changed": made.changed or made.modules,
@@ -350,7 +350,7 @@ def _payload(made: Exported) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _written(made: Exported) -> Result:
+def _written(made: ExportResult) -> Result:
     count = f"{made.modules} of {made.changed} changed tensors" if made.changed else f"{made.modules} modules"
     lines: list[str | Rows] = [Rows(("rank", "relative error", "where"), [_cells(made)]), *made.remarks]
     lines.append(f"Layout {made.layout}: {count} written and read back.")

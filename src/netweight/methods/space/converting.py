@@ -11,12 +11,12 @@ from netweight.methods.space.settings import ConvertSettings
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.reading import load_converted, plan_adapter
-from netweight.store.lora_formats.writing import Exported, Style, certain_naming, export_adapter, layout_like
+from netweight.store.lora_formats.writing import ExportResult, Style, certain_naming, export_adapter, layout_like
 
 _ANY_RANK = 1 << 30
 
 
-def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: bool) -> Exported:
+def convert_file(adapter: Path, path: Path, how: ConvertSettings, *, overwrite: bool) -> ExportResult:
     """Bring an adapter to another layout, rank or kind.
 
     Args:

@@ -28,7 +28,7 @@ from netweight.store.lora_formats.identify import component_of
 from netweight.store.lora_formats.parts import Layout, take_rows
 from netweight.store.lora_formats.scales import scaled_up
 from netweight.store.lora_formats.targets import EMBEDDING, expert_name
-from netweight.store.lora_formats.writing import Exported, write_exported
+from netweight.store.lora_formats.writing import ExportResult, write_exported
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ class _Change:
 
 def extract_files(
     base: Path, tuned: Path, path: Path, how: ExtractSettings, *, overwrite: bool, progress: Progress = QUIET
-) -> Exported:
+) -> ExportResult:
     """Write what training changed from one model to another as a LoRA.
 
     Args:

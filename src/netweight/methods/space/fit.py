@@ -146,7 +146,7 @@ class Work:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Fitted:
+class FitResult:
     """A fitted basis with the scores of all adapters."""
 
     basis: Basis
@@ -157,7 +157,7 @@ class Fitted:
     accuracy: Accuracy
 
 
-def fit_bank(bank: Bank, config: FitSettings, work: Work) -> Fitted:
+def fit_bank(bank: Bank, config: FitSettings, work: Work) -> FitResult:
     """Fit a bank."""
     dual = config.solver == "dual" or (config.solver == "auto" and len(bank) <= MOST_DUAL)
     if config.representation != "delta":
@@ -165,7 +165,7 @@ def fit_bank(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     return _fit_products(bank, config, work) if dual else _fit_sketch(bank, config, work)
 
 
-def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
+def _fit_products(bank: Bank, config: FitSettings, work: Work) -> FitResult:
     """Exactly, from the inner products of all pairs."""
     if work.engine is not None and work.folder is not None:
         _share_gram(bank, work.folder, work.engine, work.progress)
@@ -177,22 +177,22 @@ def _fit_products(bank: Bank, config: FitSettings, work: Work) -> Fitted:
     error = orthonormality((solution.scores / solution.scores.norm(dim=0)).T)
     accuracy = Accuracy("dual", float(solution.variances.sum()) / solution.total, error, halves=halves)
     basis = Basis(Combinations(bank, solution.weights, solution.offsets, solution.mean_square))
-    return Fitted(basis, solution.scores.float(), solution.variances, accuracy)
+    return FitResult(basis, solution.scores.float(), solution.variances, accuracy)
 
 
-def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> Fitted:
+def _fit_sketch(bank: Bank, config: FitSettings, work: Work) -> FitResult:
     """By streaming over sketches of the changes."""
     sketch = Sketch(dict(bank.shapes), config.sketch, config.seed)
     fit = _streamed(bank, sketch, "sketch", config, work)
     weights = fit.scores.double() / (fit.basis.variances * (len(bank) - 1))
     basis = Basis(Combinations(bank, weights, weights.new_zeros(weights.shape[1]), 0.0), fit.basis, sketch)
     error = sketch_error(bank, sketch, weights.shape[1])
-    return Fitted(
+    return FitResult(
         basis, fit.scores, fit.basis.variances, Accuracy("streaming", fit.captured, None, fit.passes, sketch=error)
     )
 
 
-def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted:
+def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> FitResult:
     """By the numbers of the factors, exactly or by streaming."""
     layout, standardize = RowLayout.of(bank), config.standardize
     if dual:
@@ -201,7 +201,7 @@ def _fit_rows(bank: Bank, config: FitSettings, work: Work, dual: bool) -> Fitted
     else:
         fit = _streamed(bank, layout, "factors", config, work, standardize=standardize)
     accuracy = Accuracy(fit.solver, fit.captured, orthonormality(fit.basis.components), fit.passes, fit.halves)
-    return Fitted(Basis(None, fit.basis, layout), fit.scores, fit.basis.variances, accuracy)
+    return FitResult(Basis(None, fit.basis, layout), fit.scores, fit.basis.variances, accuracy)
 
 
 def _streamed(

@@ -33,7 +33,7 @@ from netweight.methods.space.points import (
     read_points,
     scores_digest,
 )
-from netweight.methods.space.predict import Predicted, predict
+from netweight.methods.space.predict import Predictions, predict
 from netweight.methods.space.settings import (
     DirectionSettings,
     FolderFit,
@@ -49,7 +49,7 @@ from netweight.registry import Result
 from netweight.report.finding import Finding
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
-from netweight.store.lora_formats.writing import Exported
+from netweight.store.lora_formats.writing import ExportResult
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progr
     return direction_of(space.scores, steps.mean(0), name=how.column, kind="corrected")
 
 
-def predict_files(bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress) -> Predicted:
+def predict_files(bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress) -> Predictions:
     """Read attributes off the weights of a bank's adapters and of others; see `predict`."""
     opened = AdapterBank.open(bank)
     labels = read_labels(how.labels, opened.names, columns=how.columns, key=how.name_column)
@@ -313,7 +313,7 @@ def view_folder(
     )  # fmt: skip
 
 
-def export_record(space: WeightSpace, point: str, exported: Exported) -> ExportRecord:
+def export_record(space: WeightSpace, point: str, exported: ExportResult) -> ExportRecord:
     """The record of a point of a space that was exported."""
     return ExportRecord(
         point, scores_digest(space.scores), space.fitted, space.components, exported.ranks, exported.relative_error,

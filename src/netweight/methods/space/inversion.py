@@ -55,7 +55,7 @@ Loss: TypeAlias = Callable[[Mapping[str, Tensor], torch.Generator], Tensor]
 
 @final
 @dataclass(frozen=True, eq=False)
-class Inverted:
+class InversionResult:
     """Points of targets."""
 
     scores: Tensor
@@ -83,7 +83,7 @@ def invert_loss(
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress = QUIET,
-) -> Inverted:
+) -> InversionResult:
     """Find the points of targets by descent on a loss, from the mean of the adapters.
 
     Source: weights2weights (arXiv 2406.09413), inversion of single images.
@@ -117,7 +117,7 @@ def invert_loss(
             task.update()
     mean = total * unit / (settings.steps - first)
     distances = (mean / divisor).square().mean(1).sqrt()
-    return Inverted(torch.cat([mean, still], 1).cpu(), torch.stack(losses), distances.cpu())
+    return InversionResult(torch.cat([mean, still], 1).cpu(), torch.stack(losses), distances.cpu())
 
 
 def _check_losses(losses: Tensor, count: int, step: int) -> None:

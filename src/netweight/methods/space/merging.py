@@ -23,7 +23,7 @@ from netweight.store.lora_formats.base_names import base_key
 from netweight.store.lora_formats.parts import AdapterPlan
 from netweight.store.lora_formats.reading import load_plan, plan_adapter
 from netweight.store.lora_formats.writing import (
-    Exported,
+    ExportResult,
     Style,
     certain_naming,
     layout_for,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, overwrite: bool) -> Exported:
+def merge_files(adapters: Sequence[Path], path: Path, how: MergeSettings, *, overwrite: bool) -> ExportResult:
     """Merge adapters and write the result.
 
     Files may be in different namings of one model: they are brought to one. The result is in the layout that all have,

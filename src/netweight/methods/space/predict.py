@@ -56,7 +56,7 @@ class _WeightNetwork(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class Predicted:
+class Predictions:
     """Attributes as they are read off weights."""
 
     findings: tuple[Finding, ...]
@@ -74,7 +74,7 @@ def predict(
     folds: int = 5,
     seed: int = 0,
     progress: Progress = QUIET,
-) -> Predicted:
+) -> Predictions:
     """Read attributes off adapters' weights, and say how well: by a network and by linear probes of ΔW.
 
     Args:
@@ -124,7 +124,7 @@ def predict(
                 for name, value in zip(names, read.tolist(), strict=True):
                     values[name][column] = value
         task.update()
-    return Predicted(tuple(finding for each in findings for finding in each), values)
+    return Predictions(tuple(finding for each in findings for finding in each), values)
 
 
 def _row(adapter: Adapter, sketch: Sketch) -> Tensor:

@@ -43,10 +43,10 @@ from netweight.methods.space.settings import FitSettings, Representation
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.nn.pca import RowBasis, orthonormality
 from netweight.store.bank.bank import AdapterBank
-from netweight.store.bank.published import Published, model_names, published_layout, published_tensor
+from netweight.store.bank.published import PublishedLayout, model_names, published_layout, published_tensor
 from netweight.store.bank.shards import stacked
 from netweight.store.lora_formats.parts import Layout
-from netweight.store.lora_formats.writing import Exported, export_adapter
+from netweight.store.lora_formats.writing import ExportResult, export_adapter
 
 RECORD = "space.json"
 _NUMBERS, _ADAPTERS = "space.safetensors", "adapters.safetensors"
@@ -226,7 +226,7 @@ class WeightSpace:
         self._check(scores, (1,))
         return Adapter(dict(self.basis.factors(scores.detach().cpu())))
 
-    def append(self, bank: Bank, *, progress: Progress = QUIET) -> Appended:
+    def append(self, bank: Bank, *, progress: Progress = QUIET) -> AppendResult:
         """Give scores to the adapters that a bank has got since, without fitting again.
 
         Args:
@@ -257,7 +257,7 @@ class WeightSpace:
         scores, squares = (torch.cat(parts) for parts in zip(*projections, strict=True))
         scores = torch.cat([self.scores, scores])
         space = replace(self, names=tuple(bank.names), scores=scores, fingerprints=marks)
-        return Appended(space, len(bank) - count, float(scores[count:].square().sum() / squares.sum()))
+        return AppendResult(space, len(bank) - count, float(scores[count:].square().sum() / squares.sum()))
 
     def _check(self, scores: Tensor, dimensions: tuple[int, ...]) -> None:
         if scores.ndim not in dimensions or scores.shape[-1] != self.components:
@@ -302,7 +302,7 @@ class WeightSpace:
 
 @final
 @dataclass(frozen=True)
-class Appended:
+class AppendResult:
     """A space with more adapters."""
 
     space: WeightSpace
@@ -357,7 +357,7 @@ class Point:
         layout: Layout | None = None,
         base: str | None = None,
         overwrite: bool = False,
-    ) -> Exported:
+    ) -> ExportResult:
         """Write the point as an adapter; see `export_adapter`. The base is the bank's, where none is given."""
         origin = self.space.origin
         kernels = {name: tuple(sides) for name, sides in origin.get("kernels", {}).items()}
@@ -583,7 +583,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     )  # fmt: skip
 
 
-def _in_our_order(layout: Published) -> tuple[Tensor, RowLayout]:
+def _in_our_order(layout: PublishedLayout) -> tuple[Tensor, RowLayout]:
     """Return the position of each number of our rows in a published row, and the modules of our rows."""
     names = sorted(layout.modules)
     modules = {name: layout.modules[name] for name in names}

@@ -19,7 +19,7 @@ from typing import Any, final
 import safetensors
 import safetensors.torch
 import torch
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
@@ -30,12 +30,21 @@ from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Rele
 from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult, Method
-from netweight.methods.federate.rounds import TAKES_NO_PART
 from netweight.methods.federate.settings import Budget
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
-from netweight.plugins.flower.strategy import ARRAYS, REPORT, Order, answer_record, chosen, from_record, to_record
+from netweight.plugins.flower.strategy import (
+    ABSTENTION_CODE,
+    ARRAYS,
+    REPORT,
+    Abstention,
+    Order,
+    answer_record,
+    chosen,
+    from_record,
+    to_record,
+)
 
 _KEY, _ACCOUNT = "netweight.private", "netweight.answers"
 # In a client's folder: its private tensors, and what it answered, one line each.
@@ -195,7 +204,11 @@ def client_app(
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        return under_masks(message, context, train_once, masked=chosen(secure_sum, context))
+        try:
+            return under_masks(message, context, train_once, masked=chosen(secure_sum, context))
+        except Abstention as abstention:
+            _LOG.warning("Client %d abstains: %s", client_number(context), abstention)
+            return Message(Error(ABSTENTION_CODE, str(abstention)), reply_to=message)
 
     def train_once(message: Message, context: Context) -> Message:
         place, number = chosen(folder, context), client_number(context)
@@ -293,7 +306,7 @@ class Answers:
         state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
-            raise UsageError(f"This client {TAKES_NO_PART}: it has answered the same state {again} times already.")
+            raise Abstention(f"This client has answered the same state {again} times already.")
         self._next = {
             "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
             "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
@@ -301,15 +314,15 @@ class Answers:
         delta = Budget.model_fields["delta"].default if budget is None else budget.delta
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
-            raise UsageError(
-                f"This client {TAKES_NO_PART}: it has a privacy budget, but no ε can be stated for its answers: "
+            raise Abstention(
+                f"This client has a privacy budget, but no ε can be stated for its answers: "
                 f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an answer that has left cannot be taken back.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
-            raise UsageError(
-                f"This client {TAKES_NO_PART}: another answer would spend ε {spent.epsilon:.4g} for one "
+            raise Abstention(
+                f"Another answer of this client would spend ε {spent.epsilon:.4g} for one "
                 f"{spent.unit} ({spent.adjacency}); the budget is {budget.epsilon:g} at δ {delta:g}."
             )
         return spent if about.releases else None
@@ -359,12 +372,12 @@ def _trained(
     test = task.client(client.number).test
     metrics: dict[str, float] = {}
     if order.evaluate:
-        before = method.weights(task, client.received, client.private)
+        before = method.weights(task, client.message, client.private)
         metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
     trainings = method.train(task, model, [client], round=order.round, seed=seed)
     if not trainings:
-        raise UsageError(
-            f"Client {client.number} {TAKES_NO_PART} in round {order.round}; its own log states the reason."
+        raise Abstention(
+            f"Client {client.number} does not take part in round {order.round}; its own log states the reason."
         )
     (trained,) = trainings
     metrics.update(trained.update.metrics)

@@ -37,9 +37,9 @@ from flwr.serverapp import Grid
 
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.rounds import ANSWERED_WITH_ERROR, Trial
-from netweight.methods.federate.updates import LowRank, Tensors, Update, fault_of
-from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, known_metrics
+from netweight.methods.federate.rounds import Trial
+from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, fault_of
+from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, fault_of_error, known_metrics
 
 # Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
 CLIP = 2.0
@@ -116,7 +116,7 @@ class _Listening:
 
     def __init__(self, grid: Grid, timeout: float) -> None:
         self._grid, self._timeout = grid, timeout
-        self.faults: dict[int, str] = {}
+        self.faults: dict[int, Fault] = {}
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
         """Send messages and return the replies, each with the node that was asked."""
@@ -128,8 +128,8 @@ class _Listening:
             node = nodes[reply.metadata.reply_to_message_id]
             answered.add(node)
             if reply.has_error():
-                self.faults[node] = f"{ANSWERED_WITH_ERROR} {reply.error.code}: {(reply.error.reason or '')[-300:]}"
-        self.faults.update({node: "sent nothing" for node in nodes.values() if node not in answered})
+                self.faults[node] = fault_of_error(reply)
+        self.faults.update({node: Fault("sent nothing") for node in nodes.values() if node not in answered})
         return replies
 
 
@@ -165,8 +165,8 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
     def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> list[Update]:
         rounds = over.rounds
         state, settings = rounds.state, rounds.settings
-        if any(tensors.keys() != state.keys() for tensors in trial.sent.values()) or any(
-            tensors[name] is not state[name] for tensors in trial.sent.values() for name in tensors
+        if any(tensors.keys() != state.keys() for tensors in trial.messages.values()) or any(
+            tensors[name] is not state[name] for tensors in trial.messages.values() for name in tensors
         ):
             raise UsageError(
                 f"{rounds.method.name} sends each client something else, so that its updates cannot be summed."
@@ -178,27 +178,29 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
                 f"The aggregator {settings.aggregator} compares single updates, which a secure sum hides.",
                 cure="Use mean, or three groups.",
             )
-        if len(trial.sent) > _MOST:
+        if len(trial.messages) > _MOST:
             raise UsageError(
-                f"A sum over {len(trial.sent)} clients could overflow its words; up to {_MOST} can be summed.",
+                f"A sum over {len(trial.messages)} clients could overflow its words; up to {_MOST} can be summed.",
                 cure="Ask fewer clients in a round: lower `fraction`.",
             )
         # A weight is what the client said before any sum, and no more than the bound: one that says more takes no part.
         weights = over.nodes.examples
         faults = {
-            client: f"says that it has {weights[client]} examples, more than {over.nodes.weight(client)} can be summed"
-            for client in trial.sent
+            client: Fault(
+                f"says that it has {weights[client]} examples, more than {over.nodes.weight(client)} can be summed"
+            )
+            for client in trial.messages
             if weights[client] > over.nodes.weight(client)
         }
         # The same groups whenever a round is tried: other sums of the same updates would give single ones away.
-        count = max(1, min(groups, len(trial.asked) // FEWEST))
-        drawn = torch.randperm(len(trial.asked), generator=seeds.torch_generator(settings.seed, "sums", trial.round))
+        count = max(1, min(groups, len(trial.clients) // FEWEST))
+        drawn = torch.randperm(len(trial.clients), generator=seeds.torch_generator(settings.seed, "sums", trial.round))
         there = messages.keys() - faults.keys()
         sums = list[Update]()
         for start in range(count):
-            group = sorted(there & {trial.asked[place] for place in drawn[start::count].tolist()})
+            group = sorted(there & {trial.clients[place] for place in drawn[start::count].tolist()})
             if len(group) < FEWEST or len(there) < settings.min_clients:
-                faults |= dict.fromkeys(group, "is not in a sum, which would be of too few")
+                faults |= dict.fromkeys(group, Fault("is not in a sum, which would be of too few"))
                 continue
             joint, others = one_sum(over, trial, {client: messages[client] for client in group}, count)
             faults |= others
@@ -207,8 +209,8 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
 
     def one_sum(
         over: OverGrid, trial: Trial, questions: Mapping[int, Message], count: int
-    ) -> tuple[Update | None, dict[int, str]]:
-        settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, str]()
+    ) -> tuple[Update | None, dict[int, Fault]]:
+        settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, Fault]()
         assert over.grid is not None
         listening = _Listening(over.grid, over.timeout)
         # Fewer than are wanted are not unmasked: beside the sum of the next attempt theirs would tell who was missing.
@@ -221,7 +223,9 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         faults |= {client: why for client, why in silent.items() if client not in results}
         for client, result in results.items():
             if result.num_examples != weights[client]:
-                faults[client] = f"says that it has {result.num_examples} examples; it registered {weights[client]}"
+                faults[client] = Fault(
+                    f"says that it has {result.num_examples} examples; it registered {weights[client]}"
+                )
                 over.nodes.examples[client] = 2**62  # takes no part in another attempt
                 total.mean = None
         most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
@@ -327,7 +331,7 @@ def _joined(
         Update(client, result.num_examples, {}, round, known_metrics(result.metrics))
         for client, result in sorted(results.items())
     )
-    joint = Update(min(results), sum(one.n for one in own), tensors, round, summed=own)
+    joint = Update(min(results), sum(one.n for one in own), tensors, round, parts=own)
     if (fault := fault_of(state, joint, round=round)) is not None:
         _LOG.warning("Round %d: the sum %s.", round, fault)
         return None

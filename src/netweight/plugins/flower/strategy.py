@@ -24,9 +24,9 @@ from torch import Tensor
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.history import Round
 from netweight.methods.federate.method import Method
-from netweight.methods.federate.rounds import ANSWERED_WITH_ERROR, Rounds, Trial
+from netweight.methods.federate.rounds import Rounds, Trial
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.updates import LowRank, Tensors, Update, from_wire, to_wire
+from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, from_wire, to_wire
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -42,6 +42,9 @@ GRACE = 60.0
 
 # Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies.
 ARRAYS, ORDER, REPORT, METRICS = "arrays", "order", "report", "metrics"
+
+# Code of the error with which a client abstains from a round. Flower numbers its own errors from 0.
+ABSTENTION_CODE = 1000
 
 
 def chosen(value: _T | Callable[[Context], _T], context: Context) -> _T:
@@ -111,11 +114,25 @@ def answer_record(update: Update, wire: Tensors) -> RecordDict:
     return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(update.metrics))})
 
 
+class Abstention(UsageError):
+    """A client protects itself and does not take part in a round."""
+
+
+def fault_of_error(reply: Message) -> Fault:
+    """Return the fault of a reply that is an error: an abstention is known by its code, not by its words."""
+    lines = (reply.error.reason or "no reason given").strip().splitlines()
+    reason = lines[-1][:300] if lines else ""
+    if reply.error.code == ABSTENTION_CODE:
+        return Fault(f"abstained: {reason}", "abstention")
+    return Fault(f"answered with error {reply.error.code}: {reason}", "error")
+
+
 def read_answer(reply: Message, client: int) -> Update:
-    """Read a client's reply."""
-    if reply.has_error():
-        said = (reply.error.reason or "no reason given").strip().splitlines()
-        raise UsageError(f"{ANSWERED_WITH_ERROR} {reply.error.code}: {said[-1][:300] if said else ''}")
+    """Read a client's reply, which is no error.
+
+    Raises:
+        UsageError: It cannot be read, or it is in the name of another client.
+    """
     try:
         report = reply.content.config_records[REPORT]
         numbers = {name: int(str(report[name])) for name in ("client", "n", "round")}
@@ -267,11 +284,13 @@ class OverGrid:
 
     def messages(self, trial: Trial) -> dict[int, Message]:
         """Return each client's message."""
-        records = {id(tensors): to_record(tensors) for tensors in trial.sent.values()}  # most methods send all the same
+        records = {
+            id(tensors): to_record(tensors) for tensors in trial.messages.values()
+        }  # most methods send all the same
         lives, group, rounds = self.timeout + GRACE, str(trial.round), self.rounds
         evaluate, seed = rounds.settings.evaluates(trial.round), rounds.settings.seed
         made = {}
-        for client, tensors in trial.sent.items():
+        for client, tensors in trial.messages.items():
             order = Order(self._federation, trial.round, seed, evaluate, rounds.last_taken(client)).to_record()
             content = RecordDict({ARRAYS: records[id(tensors)], ORDER: order})
             made[client] = Message(content, self._here[client], MessageType.TRAIN, ttl=lives, group_id=group)
@@ -295,13 +314,16 @@ class OverGrid:
             if client is None:
                 _LOG.warning("Round %d: node %d answered what was not asked.", trial.round, reply.metadata.src_node_id)
                 continue
+            if reply.has_error():
+                updates.append(Update(client, 0, {}, trial.round, fault=fault_of_error(reply)))
+                continue
             try:
                 update = read_answer(reply, client)
                 if (said := self.nodes.examples[client]) != update.n:
                     raise UsageError(f"says that it has {update.n} examples; it registered {said}")
-                updates.append(_on_disk(_against_state(update, trial.sent[client], self.rounds.state), folder))
+                updates.append(_on_disk(_against_state(update, trial.messages[client], self.rounds.state), folder))
             except UsageError as error:
-                updates.append(Update(client, 0, {}, trial.round, fault=error.reason))
+                updates.append(Update(client, 0, {}, trial.round, fault=Fault(error.reason)))
         return updates
 
     def settle(self, done: Round) -> None:

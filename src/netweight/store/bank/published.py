@@ -135,7 +135,7 @@ class PublishedModule:
 
 @final
 @dataclass(frozen=True)
-class Published:
+class PublishedLayout:
     """Positions of all modules' factors in a row."""
 
     modules: Mapping[str, PublishedModule]
@@ -158,7 +158,7 @@ class Published:
 
 def _add(
     writer: BankWriter,
-    layout: Published,
+    layout: PublishedLayout,
     matrix: Tensor,
     rows: list[int],
     called: Sequence[str],
@@ -186,13 +186,13 @@ def _add(
         writer.add_rows([called[row] for row in rows], layout.rows(block), shapes, stamps=[stamp] * len(rows))
 
 
-def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> Published:
+def published_layout(path: Path, width: int, *, stable_diffusion: bool) -> PublishedLayout:
     """Find the factors of each module in a row of a published matrix, from what lies beside it."""
     dimensions = stable_diffusion_dimensions() if stable_diffusion else read_dimensions(_companion(path, DIMENSIONS))
     return _layout(path, width, dimensions)
 
 
-def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Published:
+def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> PublishedLayout:
     settings = peft.LoraSettings.read(_companion(path, peft.CONFIG))
     places, start = {}, 0
     for name, shape in shapes.items():
@@ -219,7 +219,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
         modules[f"unet.{module}"] = PublishedModule(
             places[roles["down"]], places[roles["up"]], down[0], (up[0], down[1]), scale
         )
-    return Published(modules, settings.base)
+    return PublishedLayout(modules, settings.base)
 
 
 def _companion(path: Path, name: str) -> Path:

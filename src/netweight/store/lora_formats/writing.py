@@ -57,7 +57,7 @@ class Style:
 
 @final
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """An adapter that was written."""
 
     path: Path
@@ -236,7 +236,7 @@ def export_adapter(
     rank: int | None = None,
     energy: float = 1.0,
     **how: Any,
-) -> Exported:
+) -> ExportResult:
     """Write an adapter at most at a rank, its own by default.
 
     Args:
@@ -254,7 +254,7 @@ def export_adapter(
     return write_exported(Adapter(truncation.adapter.factors, vectors), path, error=truncation.relative_error, **how)
 
 
-def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: Any) -> Exported:
+def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: Any) -> ExportResult:
     """Write an adapter and say what was written; `how` are arguments of `write_adapter`."""
     adapter, naming = _in_names_of_diffusers(adapter, how.get("naming"))
     layout = how.get("layout") or layout_for(adapter)
@@ -265,7 +265,7 @@ def write_exported(adapter: Adapter, path: str | Path, *, error: float, **how: A
     error = _with_left_out(adapter, error, [every[name] for name in left_out])
     ranks = [change.rank for change in adapter.factors.values()]
     changed = len(adapter.factors) + len(adapter.vectors) + len(left_out)
-    return Exported(
+    return ExportResult(
         written, layout, (min(ranks), max(ranks)), error, len(adapter.factors), changed if left_out else 0, left_out,
         _unread(naming or _naming_of(adapter), layout),
     )  # fmt: skip

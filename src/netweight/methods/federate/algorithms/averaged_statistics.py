@@ -11,7 +11,7 @@ from torch import Tensor
 from netweight.methods.federate.accounting import AnswerPrivacy, privacy_of
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, Wrapped, prefixed
+from netweight.methods.federate.method import STATISTICS, Client, LocalResult, MethodWrapper, Weights, prefixed
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @final
 @dataclass(frozen=True)
-class AveragedStatistics(Wrapped):
+class AveragedStatistics(MethodWrapper):
     """A method whose clients share the buffers of their layers, which the server averages like weights.
 
     Without it every client keeps its own, as in FedBN (Li et al., arXiv 2102.07623). Averaging them is what sending a
@@ -58,9 +58,9 @@ class AveragedStatistics(Wrapped):
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[LocalResult]:
         """Train from the received buffers, and send them as training leaves them."""
-        parts = {client.number: _apart(client.received) for client in clients}
+        parts = {client.number: _apart(client.message) for client in clients}
         own = [
-            replace(one, received=parts[one.number][0], private={**one.private, **parts[one.number][1]})
+            replace(one, message=parts[one.number][0], private={**one.private, **parts[one.number][1]})
             for one in clients
         ]
         sent = []

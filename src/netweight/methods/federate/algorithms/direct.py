@@ -27,8 +27,8 @@ from netweight.methods.federate.method import (
     Client,
     LocalResult,
     Method,
+    MethodWrapper,
     Weights,
-    Wrapped,
     from_named,
     named_weights,
     prefixed,
@@ -81,7 +81,7 @@ class DirectMethod:
     ) -> list[LocalResult]:  # fmt: skip
         """Train each client by the phases in turn; `extra` makes what is added to gradients of how a client begins."""
         numbers = [client.number for client in clients]
-        weights = [self.weights(task, client.received, client.private) for client in clients]
+        weights = [self.weights(task, client.message, client.private) for client in clients]
         added = [None if extra is None else extra(begun) for begun in weights]
         losses: list[float] = []
         for order, phase in enumerate(self.phases):
@@ -207,7 +207,7 @@ def _near(weights: Weights, strength: float) -> Extra:
 
 @final
 @dataclass(frozen=True)
-class FedProx(Wrapped):
+class FedProx(MethodWrapper):
     """FedAvg whose clients are held near the model that they received. Source: Li et al. (arXiv 1812.06127)."""
 
     method: DirectMethod = field(default_factory=fedavg)
@@ -226,7 +226,7 @@ class FedProx(Wrapped):
 
 @final
 @dataclass(frozen=True)
-class Ditto(Wrapped):
+class Ditto(MethodWrapper):
     """FedAvg, and beside it a personal model of each client, held near the shared one. Source: arXiv 2012.04221."""
 
     method: DirectMethod = field(default_factory=fedavg)
@@ -253,7 +253,7 @@ class Ditto(Wrapped):
         done = []
         own = learners_of(self, task, clients, round=round, seed=seeds.derive(seed, "personal"))
         for one, client, learner in zip(shared, clients, own, strict=True):
-            near = _near(from_named(task, client.received), self.strength)
+            near = _near(from_named(task, client.message), self.strength)
             (weights,), (loss,) = train_phase(
                 model, [replace(learner, extra=near)], self.method.phases[0], self.method.training
             )
@@ -265,7 +265,7 @@ class Ditto(Wrapped):
 
 @final
 @dataclass(frozen=True)
-class FedBN(Wrapped):
+class FedBN(MethodWrapper):
     """FedAvg whose clients keep their normalization layers. Source: Li et al. (arXiv 2102.07623)."""
 
     method: DirectMethod = field(default_factory=fedavg)
@@ -285,7 +285,7 @@ class FedBN(Wrapped):
     ) -> list[LocalResult]:
         """Train the whole model; send all but the normalization layers."""
         whole = [
-            replace(c, received={**c.received, **_split(task, c.private)[1]}, private=_statistics(c.private))
+            replace(c, message={**c.message, **_split(task, c.private)[1]}, private=_statistics(c.private))
             for c in clients
         ]
         done = []
@@ -317,7 +317,7 @@ def _statistics(private: Tensors) -> dict[str, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class Scaffold(Wrapped):
+class Scaffold(MethodWrapper):
     """SCAFFOLD: clients correct their gradients by how theirs differ from everyone's. Source: arXiv 1910.06378."""
 
     method: DirectMethod = field(default_factory=lambda: fedavg(LocalTraining(momentum=0.0)))
@@ -351,9 +351,9 @@ class Scaffold(Wrapped):
         return [self._trained(task, model, client, round, seed) for client in clients]
 
     def _trained(self, task: Task, model: LocalModel, client: Client, round: int, seed: int) -> LocalResult:
-        everyone, own = (from_named(task, without(_CONTROL, part)) for part in (client.received, client.private))
-        sent = {name: value for name, value in client.received.items() if name.startswith(("body.", "head."))}
-        plain = replace(client, received=sent, private=_statistics(client.private))
+        everyone, own = (from_named(task, without(_CONTROL, part)) for part in (client.message, client.private))
+        sent = {name: value for name, value in client.message.items() if name.startswith(("body.", "head."))}
+        plain = replace(client, message=sent, private=_statistics(client.private))
 
         def corrected(half: str, vector: Tensor) -> Tensor:
             difference: Tensor = getattr(everyone, half) - getattr(own, half)
@@ -367,15 +367,15 @@ class Scaffold(Wrapped):
         for name, before in sent.items():
             value = one.update.tensors[name]
             assert isinstance(value, Tensor)
-            mine, all_of_them = client.private[_CONTROL + name], client.received[_CONTROL + name]
+            mine, all_of_them = client.private[_CONTROL + name], client.message[_CONTROL + name]
             control[_CONTROL + name] = mine - all_of_them + (before - value) / reach
             shown[_CONTROL + name] = all_of_them + control[_CONTROL + name] - mine
-        update = replace(one.update, tensors={**one.update.tensors, **shown, _CLIENTS: client.received[_CLIENTS]})
+        update = replace(one.update, tensors={**one.update.tensors, **shown, _CLIENTS: client.message[_CLIENTS]})
         return replace(one, update=update, private={**one.private, **control})
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the averaged model, and the control variate moved by the share of clients that took part."""
-        mean, clients = aggregate(state, updates), sum(len(update.summed) or 1 for update in updates)
+        mean, clients = aggregate(state, updates), sum(len(update.parts) or 1 for update in updates)
         share = clients / int(state[_CLIENTS])
         return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
 

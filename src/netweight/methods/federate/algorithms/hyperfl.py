@@ -136,7 +136,7 @@ class HyperFL:
         """Train each client's head, then all clients' hypernetworks and embeddings side by side."""
         learners = self._with_trained_heads(model, learners_of(self, task, clients, round=round, seed=seed))
         generated = train_generated(
-            model, learners, [client.private["embedding"] for client in clients], clients[0].received, self.training,
+            model, learners, [client.private["embedding"] for client in clients], clients[0].message, self.training,
             head="generated" if not self.private_head else "trained" if self.joint_head else "kept",
         )  # fmt: skip
         return [self._trained(task, c.number, result, round) for c, result in zip(clients, generated, strict=True)]
@@ -153,7 +153,7 @@ class HyperFL:
         """Return the weighted average of the hypernetworks."""
         return aggregate(state, updates)
 
-    def _trained(self, task: Task, number: int, result: Generated, round: int) -> LocalResult:
+    def _trained(self, task: Task, number: int, result: TrainedClient, round: int) -> LocalResult:
         private = self._private(task, result.embedding, result.weights.head, result.weights.statistics)
         update = Update(number, task.client(number).n, result.hypernetwork, round, {"loss": result.loss})
         return LocalResult(update, private, result.weights)
@@ -166,7 +166,7 @@ def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class Generated:
+class TrainedClient:
     """A client after local training of its hypernetwork."""
 
     hypernetwork: Mapping[str, Tensor | LowRank]
@@ -182,7 +182,7 @@ class Generated:
 def train_generated(
     model: LocalModel, clients: Sequence[Learner], embeddings: Sequence[Tensor], received: Tensors,
     training: LocalTraining, *, head: Literal["kept", "trained", "generated"],
-) -> list[Generated]:  # fmt: skip
+) -> list[TrainedClient]:  # fmt: skip
     """Train hypernetwork and embedding of each client by SGD through the body that they generate.
 
     Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
@@ -262,18 +262,18 @@ class _Group:
         own = _clip_factors(embedding.norm(dim=1), self._clip)
         self._embedding.step(embedding * own[:, None], rows)
 
-    def results(self, losses: Sequence[float]) -> list[Generated]:
+    def results(self, losses: Sequence[float]) -> list[TrainedClient]:
         """Return every client as it stands."""
         rows = list(range(len(losses)))
         with torch.no_grad():
             bodies, heads = self.halves(self.generate(rows)[0], rows)
         return [self._result(row, bodies[row], heads[row], losses[row]) for row in rows]
 
-    def _result(self, row: int, body: Tensor, head: Tensor, loss: float) -> Generated:
+    def _result(self, row: int, body: Tensor, head: Tensor, loss: float) -> TrainedClient:
         weight, bias = self._heads.result(row)
         hypernetwork = {**self._layout.split(self._trunk.vectors[row]), _WEIGHT: weight, _BIAS: bias}
         weights = Weights(body, head, self.states[row].buffers)
-        return Generated(hypernetwork, self._embedding.vectors[row], weights, loss)
+        return TrainedClient(hypernetwork, self._embedding.vectors[row], weights, loss)
 
 
 def _with_one(codes: Tensor) -> Tensor:

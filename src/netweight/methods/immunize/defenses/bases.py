@@ -36,7 +36,7 @@ class LooksAhead(Defense[S]):
     looks_ahead = True
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         language_model.structure_of(model)  # refuses what is not a decoder
         yield
 
@@ -57,7 +57,7 @@ class WithOriginal(Defense[S]):
         return self._copy
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         language_model.structure_of(model)  # refuses what is not a decoder
         steps.whole_alone(self, model)
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
@@ -87,7 +87,7 @@ class MovesWeights(LooksAhead[S]):
     """Looks ahead by gradients at other weights."""
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         steps.whole_alone(self, model)
-        with super().prepared(model, seed=seed):
+        with super().preparation(model, seed=seed):
             yield

@@ -41,7 +41,7 @@ class CircuitBreaking(DefenseSettings, recommended={"lr": 1e-4}):
     """
 
     rerouting: float = Field(7.5, ge=0, description="Weight of the similarity of harmful states to the original's.")
-    held: float = Field(2.5, ge=0, description="Weight of the distance of all other states from the original's.")
+    retention: float = Field(2.5, ge=0, description="Weight of the distance of all other states from the original's.")
 
     def build(self) -> CircuitBreakingDefense:
         """Return the defense of these settings."""
@@ -67,8 +67,8 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
         yield {
             "rerouting": Term(losses.mean_of_all(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)
         }
-        yield self.kept(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "retain")
 
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Return how far states moved at every depth."""
-        return {name: Term(self.moved(model, batch, group)[1], self.settings.held)}
+        return {name: Term(self.moved(model, batch, group)[1], self.settings.retention)}

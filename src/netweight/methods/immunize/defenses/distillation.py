@@ -60,8 +60,8 @@ class DistillationDefense(WithOriginal[Distillation]):
     name = "distillation"
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        with super().prepared(model, seed=seed):
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+        with super().preparation(model, seed=seed):
             initial = getattr(getattr(model, "config", None), "initializer_range", None)
             for name, value in model.named_parameters():
                 if value.requires_grad and value.dim() > 1:
@@ -71,16 +71,16 @@ class DistillationDefense(WithOriginal[Distillation]):
             yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield self.kept(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "retain")
         rows = round(self.settings.random_rows * len(batch.harmless.input_ids))
         if rows:
             like = batch.harmless.input_ids
             drawn = torch.randint(
                 language_model.vocabulary_of(model) or 1, (rows, like.shape[1]), generator=generator
             ).to(like)
-            yield self.kept(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
+            yield self.retain_side(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
 
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Divergence from the original at every token."""
         target, output = (
             each.logits[losses.token_mask(batch)].float().log_softmax(-1) for each in self.both(model, batch)

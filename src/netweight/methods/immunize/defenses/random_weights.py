@@ -43,7 +43,7 @@ class RandomWeightsDefense(Defense[RandomWeights]):
     trains = False
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         for path, module in model.named_modules():
             for name, value in module.named_parameters(recurse=False):
                 if value.dim() > 1:

@@ -103,7 +103,7 @@ class RepNoiseDefense(Defense[RepNoise]):
         return {"config": super().options}  # records of 0.1.0 have these settings under `config`
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         blocks = list(language_model.structure_of(model).blocks)  # refuses what is not a decoder
         if self.settings.norms is not None:
             if any(map(distributed.is_sharded, model.parameters())):

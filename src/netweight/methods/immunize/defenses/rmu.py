@@ -61,7 +61,7 @@ class RMUDefense(WithOriginal[RMU]):
     name = "rmu"
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         parts = language_model.structure_of(model)
         number = self.settings.block or math.ceil(len(parts.blocks) / 4)
         if number > len(parts.blocks):
@@ -72,7 +72,7 @@ class RMUDefense(WithOriginal[RMU]):
         self.place = list(parts.blocks)[number - 1]
         drawn = torch.rand(parts.hidden_size, generator=torch_generator(seed, "direction"))
         self.direction = self.settings.coefficient * drawn / drawn.norm()
-        with super().prepared(model, seed=seed):
+        with super().preparation(model, seed=seed):
             yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
@@ -82,9 +82,9 @@ class RMUDefense(WithOriginal[RMU]):
         yield {
             "steering": Term(losses.mean_of_all((states - self.direction.to(states)).square().mean(-1), batch.group))
         }
-        yield self.kept(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "retain")
 
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Squared distance from the original's states at every token."""
         with (
             hooks.capture(model, [self.place], gradients=True) as states,

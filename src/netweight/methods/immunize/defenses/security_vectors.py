@@ -59,7 +59,7 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
     name = "security-vectors"
 
     @contextmanager
-    def prepared(self, model: nn.Module, *, seed: int) -> Iterator[None]:
+    def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         """Put the vector into the model; within the block it alone requires a gradient, afterwards it never does."""
         blocks = language_model.structure_of(model).blocks
         before = [(value, value.requires_grad) for value in model.parameters()]

@@ -63,7 +63,7 @@ class SelfDestructionDefense(MovesWeights[SelfDestruction]):
         yield {"retain": Term(losses.response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(harmful_terms(model, batch, self.ascent, generator=generator)[1], -1.0)}
 
-    def kept(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
         """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""
         weights = [value for value in model.parameters() if value.requires_grad]
 
@@ -88,6 +88,6 @@ class SelfDestructionDefense(MovesWeights[SelfDestruction]):
         # A sum whose value is the cosine and whose gradient is what was measured.
         linear = torch.stack([(value * pull).sum() for value, pull in zip(weights, pulls, strict=True)]).sum()
         return {
-            **super().kept(model, batch, group, name),
+            **super().retain_side(model, batch, group, name),
             "cosine": Term(linear - linear.detach() + alike, self.settings.coupling),
         }
