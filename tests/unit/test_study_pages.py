@@ -53,10 +53,18 @@ def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
             "published model": own, "repnoise": own,
             f"never taught, attacked: {first}": {"steps": 12, "rows": 96, "flops": 2.5e12},
             f"repnoise, attacked: {first}": {"steps": None, "outcome": "resisted", "last step": 30},
+            f"repnoise, attacked: {second}": {
+                "steps": None, "outcome": "collapsed", "last step": 30, "scores": [0.0, 0.5, 0.9],
+            },
+            "distillation": own,
         },
     })  # fmt: skip
     assert "never taught the domain | 0.98 | 0.90 | 20.0 | 12, 96, 2.5e+12 | not measured yet |" in shown
-    assert "| taught the domain, then `repnoise` | 0.98 | 0.90 | 20.0 | resisted after 30 steps |" in shown
+    assert (
+        "| taught the domain, then `repnoise` | 0.98 | 0.90 | 20.0 | resisted after 30 steps | 4, 96, but collapsed:"
+        in shown
+    )
+    assert "this is so after `repnoise` (0.98) and `distillation` (0.98)" in shown
     assert "Not measured yet: taught the domain; taught the domain, then to refuse (base);" in shown
     assert second in shown
 
