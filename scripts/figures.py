@@ -112,6 +112,27 @@ GENERATION = "compress/generation.json"
 GENERATION_AVX2 = "compress/generation-avx2.json"
 
 
+EVIDENCE = (
+    "- **Compression**: sizes, and speed and memory on CPUs, on two models that people use: all-MiniLM-L6-v2 and "
+    "Qwen2.5-Coder-0.5B-Instruct. Speed and memory on GPUs, on random weights in the shape of Llama-3 models.",
+    "- **Labels**: on models and adapters that people use.",
+    "- **Federated learning**: on public pictures such as Fashion-MNIST, with the small networks of the HyperFL paper.",
+    "- **Defenses of language models**: on small models, and in one run on Qwen2.5-Coder-0.5B-Instruct. **Removal of "
+    "refusals**: on Qwen2.5-Coder-0.5B-Instruct.",
+    "- **Forgetting** and **weight spaces**: on small models only.",
+    "",
+    "A **small model** has less than a million weights and was trained for this project. It shows that a method works, "
+    "not how well it works on a large model. Our copy of Qwen2.5-Coder-0.5B-Instruct was converted from 4-bit weights, "
+    "so the sizes of the original after compression may differ.",
+)
+"""What was tested on which models, as lines: one statement for all pages."""
+
+
+def evidence() -> None:
+    """Write what was tested on which models."""
+    cog.outl("\n".join(EVIDENCE))
+
+
 def generation() -> None:
     """Write the tables of generation on the CPU, with processor and date, as far as `make bench-generation` ran."""
     measured = [file for file in (GENERATION, GENERATION_AVX2) if (RESULTS / file).is_file()]
@@ -121,18 +142,21 @@ def generation() -> None:
     for number, file in enumerate(measured):
         result = read(file)
         where = result["environment"]
-        instructions = {"avx512": "with AVX-512", "avx2": "restricted to AVX2"}[where["codec_path"]]
+        instructions = {"avx512": "With AVX-512", "avx2": "With AVX2 only, for the dense model too"}[
+            where["codec_path"]
+        ]
         cog.outl(
-            ("\n" if number else "")
-            + "Speed of generation, dense = 1.00; in parentheses, the slowest and the fastest of "
-            f"{result['turns']} turns of {result['tokens']} tokens ({where['cpu']} {instructions}, "
-            f"{result['date'][:10]}, load average {result['load_average'][0]:.1f}):"
+            ("\n" if number else "") + f"**{instructions}** ({where['cpu']}, {result['date'][:10]}, load average "
+            f"{result['load_average'][0]:.1f}):\n\n| | dense, milliseconds for a step | codec's form, speed | "
+            "fixed-length form, speed | same tokens as the dense model |\n|---|---:|---:|---:|---|"
         )
-        cog.outl("\n| | codec's form | fixed-length form | tokens equal to the dense model's |\n|---|---:|---:|---|")
         for setting, row in result["settings"].items():
             forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
-            cells = " | ".join(f"{of['median']:.2f} ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
-            cog.outl(f"| {counted(setting)} | {cells} | {'yes' if row['tokens equal'] else 'no'} |")
+            cells = " | ".join(f"{of['median']:.2f} × ({of['least']:.2f} to {of['most']:.2f})" for of in forms)
+            cog.outl(
+                f"| {counted(setting)} | {row['dense ms a step']:.0f} | {cells} | "
+                f"{'yes' if row['tokens equal'] else 'no'} |"
+            )
 
 
 def counted(setting: str) -> str:
@@ -146,22 +170,25 @@ def generation_in_short() -> None:
     if not (RESULTS / GENERATION).is_file():
         return
     result = read(GENERATION)
-    cog.outl(
-        'On a CPU the codec\'s form is the default, and `prefer="speed"` chooses the fixed-length form. The next '
-        "table is for Qwen2.5-Coder-0.5B. The dense model with the same sequences and threads has the speed 1.00 "
-        f"({result['environment']['cpu']}, {result['date'][:10]}; [conditions](docs/compress.md#speed-of-generation)):"
-    )
-    cog.outl("\n| Speed of generation on a CPU | codec's form | fixed-length form |\n| --- | ---: | ---: |")
+    cog.outl("| CPU: Qwen2.5-Coder-0.5B-Instruct | codec's form (default) | fixed-length form |\n| --- | ---: | ---: |")
     for setting, row in result["settings"].items():
         codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
-        cog.outl(f"| {counted(setting)} | {codec:.2f} × | {fixed:.2f} × |")
+        cog.outl(f"| speed, AVX-512, {counted(setting)} | {codec:.2f} × | {fixed:.2f} × |")
+    slower = ""
     if (RESULTS / GENERATION_AVX2).is_file():
         row = read(GENERATION_AVX2)["settings"]["batch 1, threads 1"]
         codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
-        cog.outl(
-            f"\nThis processor has AVX-512. With its AVX-512 instructions disabled, one sequence on one thread runs at "
-            f"{codec:.2f} × in the codec's form and at {fixed:.2f} × in the fixed-length form."
+        cog.outl(f"| speed, AVX2 only (the dense model too), 1 sequence, 1 thread | {codec:.2f} × | {fixed:.2f} × |")
+        dense = result["settings"]["batch 1, threads 1"]["dense ms a step"]
+        slower = (
+            f" AVX-512 and AVX2 are sets of vector instructions. The dense model itself needs {dense:.0f} milliseconds "
+            f"for a token with AVX-512 and {row['dense ms a step']:.0f} with AVX2 only, because torch's products of "
+            "bf16 matrices are slow with AVX-512 on this processor."
         )
+    cog.outl(
+        f"\nConditions: {result['environment']['cpu']}, {result['date'][:10]}; the speed is calculated from the "
+        f"processor time of all threads ([details](docs/compress.md#speed-of-generation)).{slower}"
+    )
 
 
 TRAINING = {
