@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, final, get_args
+from typing import Any, final, get_args
 
 import torch
 from torch import nn
@@ -31,8 +31,8 @@ from netweight.methods.compress.runtime.incompatible import (
     refuse_wrapped_model,
 )
 from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.methods.compress.runtime.tiles import STATE_LEVEL, States, StateTiles, fit, tiled, tiles
 
-States = Literal["dense", "compressed", "offloaded"]
 _UPDATE, _MEASURE = "update", "measure"
 _SMALL_STATE = 1 << 12  # bytes below which a state stays as it is
 
@@ -445,6 +445,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._end_write()  # the last weight's, which was encoded meanwhile
         if self._scale is not None:
             gradient.mul_(self._scale.to(gradient.device))
+        if fit(self.inner, parameter, gradient):
+            self._update_by_tiles(trained, gradient)
+            return
         dense = parameter.stored.taken() if isinstance(parameter, CompressedTensor) else parameter.detach()
         rounded = self._dtype_of(parameter) != dense.dtype
         shell = self._shell(trained)
@@ -454,7 +457,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._step_alone(trained, shell)
             stepped = shell.detach()
             if rounded:
-                stepped = round_stochastically(stepped, self._seed, trained.name, self.steps)
+                stepped = _rounded(stepped, self._noise(trained, stepped.device))
             if isinstance(parameter, CompressedTensor):
                 self._ending = parameter.stored.write_later(stepped)
                 torch.autograd.graph.increment_version(parameter)
@@ -465,22 +468,62 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             shell.data = _empty(parameter, shell.dtype)
         self._updated += 1
 
+    def _update_by_tiles(self, trained: _Trained, gradient: torch.Tensor) -> None:
+        """Step one parameter, some numbers at a time."""
+        parameter, shell = trained.parameter, self._shell(trained)
+        gradients, rounded = gradient.reshape(-1), shell.dtype != parameter.dtype
+        noise = self._noise(trained, parameter.device) if rounded else None
+        states = StateTiles(self.inner.state.pop(shell, {}), parameter.shape, self._states)
+        weight = tiled(parameter)
+        try:
+            for first, last in tiles(parameter):
+                shell.data = weight.read(first, last).to(shell.dtype)
+                shell.grad = gradients[first:last].to(shell.dtype)
+                state = states.read(first, last)
+                if state:
+                    self.inner.state[shell] = state
+                self._step_only(trained, shell)
+                states.write(first, last, self.inner.state.pop(shell, {}))
+                stepped = shell.detach()
+                weight.write(first, last, stepped if noise is None else _rounded(stepped, noise))
+        finally:
+            shell.grad = None
+            shell.data = _empty(parameter, shell.dtype)
+            weight.finish()
+            state = states.finish()
+            self.inner.state.pop(shell, None)
+            if state:
+                self.inner.state[shell] = state
+            if isinstance(parameter, CompressedTensor):
+                torch.autograd.graph.increment_version(parameter)
+        self._updated += 1
+
     def _step_alone(self, trained: _Trained, shell: nn.Parameter) -> None:
-        """One step of the torch optimizer that sees a single parameter."""
-        groups = self.inner.param_groups
-        group = groups[trained.group]
-        everyone = group["params"]
-        self.inner.param_groups, group["params"] = [group], [shell]
+        """Step a single parameter as a whole, with its states as the torch optimizer wants them."""
         waiting: dict[str, Any] = dict(self.inner.state.get(shell, {}))
         if waiting:
             self.inner.state[shell].update({name: _as_used(value, shell.device) for name, value in waiting.items()})
         try:
-            self.inner.step()
+            self._step_only(trained, shell)
         finally:
-            self.inner.param_groups, group["params"] = groups, everyone
             states = self.inner.state.get(shell, {})
             for name in states:  # one after the other
                 states[name] = _as_kept(states[name], self._states, waiting.get(name))
+
+    def _step_only(self, trained: _Trained, shell: nn.Parameter) -> None:
+        """One step of the torch optimizer that sees a single parameter, or a tile of one."""
+        groups = self.inner.param_groups
+        group = groups[trained.group]
+        everyone = group["params"]
+        self.inner.param_groups, group["params"] = [group], [shell]
+        try:
+            self.inner.step()
+        finally:
+            self.inner.param_groups, group["params"] = groups, everyone
+
+    def _noise(self, trained: _Trained, place: torch.device) -> torch.Generator:
+        """The random numbers for rounding one parameter in this step."""
+        return seeds.torch_generator(self._seed, trained.name, self.steps, device=str(place))
 
     def _shell(self, trained: _Trained) -> nn.Parameter:
         shell: nn.Parameter = self.inner.param_groups[trained.group]["params"][trained.position]
@@ -550,7 +593,7 @@ def _as_kept(state: Any, how: States, before: Any) -> Any:
     if isinstance(before, CompressedTensor) and before.shape == state.shape and before.dtype == state.dtype:
         before.stored.write(state)
         return before
-    compressed = CompressedTensor.of(state, level="fast")  # written in every step: half a percent is not worth its time
+    compressed = CompressedTensor.of(state, level=STATE_LEVEL)
     return compressed if compressed.payload.nbytes < state.nbytes else state
 
 
@@ -569,7 +612,10 @@ def average_gradient(gradient: torch.Tensor) -> None:
 
 def round_stochastically(values: torch.Tensor, seed: int, *path: str | int) -> torch.Tensor:
     """Round fp32 to bf16, up or down at random so that the expected value is the exact one."""
-    generator = seeds.torch_generator(seed, *path, device=str(values.device))
+    return _rounded(values, seeds.torch_generator(seed, *path, device=str(values.device)))
+
+
+def _rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     bits = values.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = noise.add_(bits).bitwise_and_(-(1 << 16)).view(torch.float32)

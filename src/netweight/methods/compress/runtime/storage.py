@@ -24,7 +24,8 @@ from netweight import codec
 from netweight.codec import Precision, cuda
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import Order, encode_fixed, multiply_blob
-from netweight.codec.header import torch_dtype
+from netweight.codec.header import dtype_name, memory_at, torch_dtype
+from netweight.codec.tiled import TiledBlob
 from netweight.errors import CorruptBlob, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.cuda import LENGTH
@@ -196,6 +197,32 @@ class CompressedStorage:
             return
         self.fixed = False
         self._put_blob(blob)
+
+    def begin_tiles(self, *, threads: int) -> TiledBlob:
+        """Begin to encode new values by tiles, in the memory of the lossless blob on the CPU that is here.
+
+        The caller keeps the payload until `put_tiles`, which may replace it by a larger one.
+        """
+        memory = memory_at(self.payload.data_ptr() + LENGTH, self.payload.numel() - LENGTH)
+        size = len(blob_of(self.payload))
+        name = dtype_name(self.dtype)
+        return TiledBlob(name, self.shape, level=self.level, threads=threads, older=memory, size=size)
+
+    def put_tiles(self, blob: TiledBlob) -> None:
+        """Put the blob of all tiles in place of what was here; nobody may read here since `begin_tiles`."""
+        size = blob.size
+        payload = self._room(LENGTH + size, lasting=False)
+        blob.finish(memory_at(payload.data_ptr() + LENGTH, payload.numel() - LENGTH))
+        _memory(payload.data_ptr(), LENGTH)[:] = size.to_bytes(LENGTH, "little")
+        payload[LENGTH + size :].zero_()
+        torch.autograd.graph.increment_version(payload)
+
+    @classmethod
+    def of_tiles(cls, blob: TiledBlob, shape: tuple[int, ...], dtype: torch.dtype, level: Level) -> CompressedStorage:
+        """The storage of a new tensor on the CPU that was encoded by tiles."""
+        stored = cls(torch.empty(0, dtype=torch.uint8), shape, dtype, level)
+        stored.put_tiles(blob)
+        return stored
 
     def _put_blob(self, blob: bytes | memoryview, *, lasting: bool = False) -> None:
         payload = self._room(LENGTH + len(blob), lasting=lasting)

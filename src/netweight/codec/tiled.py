@@ -1,0 +1,128 @@
+"""The blob of a tensor that never exists whole: encoded tile by tile, in the memory of an older blob as that is read.
+
+A tile is a run of whole chunks. Chunks are encoded independently, so that the blob has the same bytes as if the whole
+tensor had been encoded at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+from netweight.codec.api import LEVELS, encode_raw
+from netweight.codec.header import VERSION, Bytes, HeaderWriter, as_bytes, bytes_of, element_type, read_header
+from netweight.errors import UsageError
+
+
+@final
+class TiledBlob:
+    """Builds a lossless blob from tiles, front to back, and may replace an older blob of the same tensor.
+
+    Tiles go to the memory of the older blob as soon as those that were there have been replaced; until then they wait.
+    The header is written at the end, so that all chunks that were not replaced yet can be decoded from that memory.
+
+    Args:
+        dtype: Safetensors' name of the element type.
+        shape: Shape of the tensor.
+        level: Level of the codec.
+        chunk_log2: Binary logarithm of the numbers per chunk; None for the codec's own choice, or the older blob's.
+        threads: Threads to encode with, at least 1.
+        older: Memory that begins with the older blob and may be written; None to begin from nothing.
+        size: Bytes of the older blob.
+
+    Raises:
+        UsageError: The older blob is of an earlier version of the format, or has a base.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: Sequence[int],
+        *,
+        level: str,
+        chunk_log2: int | None = None,
+        threads: int = 1,
+        older: Bytes | None = None,
+        size: int = 0,
+    ) -> None:
+        element = element_type(dtype)
+        self._older, self._starts = older, (0,)
+        if older is not None:
+            header = read_header(older[:size])
+            if header.version != VERSION or header.base_digest:
+                raise UsageError("Only a blob of the current version, without a base, can be replaced by tiles.")
+            self._starts, self._checks, self._new_modes = header.chunk_starts, header.checks, header.new_modes
+            chunk_log2 = header.chunk_log2
+        self._header = HeaderWriter(
+            element, tuple(shape), LEVELS.index(level), chunk_log2 or element.default_chunk_log2
+        )
+        self._threads, self._ended = threads, False
+        self._placed = self._starts[0]  # end of the new chunks in the older blob's memory
+        self._waiting: deque[Bytes] = deque()  # encoded tiles that have no place yet
+
+    @property
+    def chunk(self) -> int:
+        """Numbers in a chunk; all tiles but the last have a multiple of it."""
+        return 1 << self._header.chunk_log2
+
+    def add(self, numbers: npt.NDArray[Any] | Any) -> None:
+        """Encode the next tile.
+
+        Args:
+            numbers: Contiguous little-endian memory of the tile's numbers; afterwards those in the older blob are lost.
+
+        Raises:
+            UsageError: The last tile before this one was not a multiple of a chunk.
+        """
+        if self._ended:
+            raise UsageError(f"Only the last tile may have a number of numbers that is not a multiple of {self.chunk}.")
+        name, chunk_log2 = self._header.element.name, self._header.chunk_log2
+        data = bytes_of(numbers)
+        shape = (memoryview(data).nbytes * 8 // self._header.element.bits,)
+        self._ended = bool(shape[0] % self.chunk)
+        level = LEVELS[self._header.level]
+        blob = encode_raw(data, name, shape, level=level, threads=self._threads, chunk_log2=chunk_log2)
+        part = read_header(blob)
+        self._header.lengths += np.diff(part.chunk_starts).tolist()
+        self._header.checks += part.checks
+        self._header.new_modes |= part.new_modes
+        self._waiting.append(as_bytes(blob)[part.chunk_starts[0] :])
+        if self._older is not None:
+            self._place(self._older, self._starts[len(self._header.lengths)])
+
+    def _place(self, memory: Bytes, end: int) -> None:
+        """Move tiles that wait to memory before `end`, as far as there is room."""
+        while self._waiting and self._placed + len(self._waiting[0]) <= end:
+            tile = self._waiting.popleft()
+            memory[self._placed : self._placed + len(tile)] = tile
+            self._placed += len(tile)
+
+    def keep_rest(self) -> None:
+        """Keep the chunks of the older blob that were not replaced."""
+        first = len(self._header.lengths)
+        if self._older is None or first == len(self._starts) - 1:
+            return
+        self._waiting.append(self._older[self._starts[first] : self._starts[-1]].copy())
+        self._header.lengths += np.diff(self._starts[first:]).tolist()
+        self._header.checks += self._checks[first:]
+        self._header.new_modes |= self._new_modes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the new blob, after the last tile."""
+        return len(self._header.header()) + sum(self._header.lengths)
+
+    def finish(self, memory: Bytes) -> None:
+        """Complete the blob in memory of at least `size` bytes, which may be that of the older one."""
+        header = self._header.header()
+        start = len(header)
+        if self._older is None:
+            self._placed = start
+        elif memory.ctypes.data != self._older.ctypes.data:
+            memory[start : self._placed] = self._older[start : self._placed]
+        memory[:start] = as_bytes(header)
+        self._place(memory, len(memory))
