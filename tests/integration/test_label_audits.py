@@ -1,6 +1,5 @@
 """`netweight label --minutes`: audits that run the model, what did not fit, rows of federations, the verdict."""
 
-import dataclasses
 import json
 
 import pytest
@@ -12,11 +11,9 @@ from tiny_llama import write
 
 import netweight
 from netweight.cli import netweight as command
-from netweight.core.progress import QUIET
 from netweight.errors import UsageError
 from netweight.labels.audit_process import AuditEnd
-from netweight.labels.audits import AUDITS, OPTIONS, Request, planned, run_audits
-from netweight.labels.kinds import identify
+from netweight.labels.audits import AUDITS, OPTIONS
 from netweight.registry import command as command_of
 from netweight.report.finding import Finding, Section, Table
 from netweight.report.report import Report
@@ -55,8 +52,8 @@ def rows_of(case):
 def test_every_option_is_a_setting_of_the_command_that_it_is_handed_to():
     for audit in AUDITS:
         fields = command_of(audit.command).settings_class.model_fields
-        assert {*audit.needs, *audit.takes, *audit.settings, *([audit.minutes] if audit.minutes else [])} <= set(fields)
-        assert {*audit.needs, *audit.takes} <= {*OPTIONS, "base"}
+        assert {*audit.needs, *audit.takes, *audit.settings, *([audit.chat] if audit.chat else [])} <= set(fields)
+        assert {*audit.needs, *audit.takes} <= set(OPTIONS)
 
 
 def test_an_audit_fills_rows_and_decides(here):
@@ -102,21 +99,19 @@ def attacked(here):
 
 
 def test_a_fine_tuning_attack_fills_rows_beside_the_base(attacked):
-    """A few steps of one attack; `netweight label` itself lets a search use half of the minutes."""
-    subject = identify(attacked / "model")
-    given = {"harmful": str(attacked / "harmful.jsonl"), "base": str(attacked / "model")}
-    (audit,) = planned(subject, {"harmful": given["harmful"]}, 20)
-    small = {"grid": "quick", "lr": (3e-3,), "seeds": 1, "max_steps": 40, "check_every": 4, "threshold": 0.2}
-    audited = run_audits(
-        subject, [dataclasses.replace(audit, settings=small)], Request(20, given, attacked / "audits"), progress=QUIET
-    )
-    rows = {row.key: row for row in audited.rows}
-    assert rows["retraining"].unit == "steps"
-    assert 0 < rows["retraining"].number <= 40
-    assert rows["retraining_base"].number == rows["retraining"].number  # the same model as its own base
-    assert rows["retraining"].state == "warning"
-    assert audited.verdict.publish.startswith("Do not publish, because")
-    assert (attacked / "audits" / "attack-finetune" / "attacks.jsonl").is_file()
+    """As it is typed: the label's own attack, which is as strong on the same model as its own base."""
+    words = ["--harmful", str(attacked / "harmful.jsonl"), "--benign", str(attacked / "keep.jsonl")]
+    model = str(attacked / "model")
+    ran = CliRunner().invoke(command, ["label", model, "--base", model, *words, "--minutes", "20", "--json"])
+    assert ran.exit_code == 1, ran.output
+    label = netweight.Label.from_json(json.loads(ran.stdout)["label"])
+    assert label.row("retraining").unit == "steps"
+    assert 0 < label.row("retraining").number <= 40  # the threshold comes from the first 32 steps on the base
+    assert label.row("retraining_base").number == label.row("retraining").number
+    assert label.row("retraining").state == "warning"
+    assert "LoRA" in label.row("retraining").basis
+    assert label.row("verdict").value.startswith("Do not publish, because")
+    assert "refusals" in [row.key for row in label.rows if row.state == "not measured"]
 
 
 def resistance(steps, base, control="broken"):
@@ -188,8 +183,9 @@ def test_memorized_prompts_without_a_control_are_not_measured():
     ("given", "words"),
     [
         ({"refused": "refused.jsonl", "ordinary": "ordinary.jsonl"}, "Give --minutes"),
-        ({"minutes": 1}, "Give --refused and --ordinary or --harmful"),
+        ({"minutes": 1}, "Give --refused and --ordinary or --harmful and --base"),
         ({"minutes": 1, "refused": "refused.jsonl"}, "Also give --ordinary"),
+        ({"minutes": 1, "harmful": "refused.jsonl"}, "Also give --base"),
         ({"minutes": 1, "prompts": "refused.jsonl"}, "--prompts is for a pipeline"),
         ({"minutes": 1, "refused": "none.jsonl", "ordinary": "ordinary.jsonl"}, "none.jsonl"),
     ],

@@ -41,7 +41,7 @@ def test_prints_and_writes_a_label(model):
     assert re.search(r"Gross weight +\d", text)
     assert "apache-2.0" in text
     assert "some/base" in text
-    assert "netweight attack finetune" in text  # what was not measured
+    assert "--minutes --harmful --base" in text  # what was not measured
     written = sorted(file.name for file in Path("tiny-label").iterdir())
     assert written == ["label-badge.json", "label.html", "label.json", "label.svg"]
     Draft202012Validator(netweight.Label.json_schema()).validate(json.loads(Path("tiny-label/label.json").read_text()))

@@ -1,12 +1,14 @@
 """What the label's pass over tensors counts, against numpy on the whole tensor."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from netweight.labels import weights
+from netweight.labels.measure import label
 from netweight.labels.weights import measure_weights
 
 DTYPES = [
@@ -117,3 +119,19 @@ def test_a_checkpoint_gives_the_same_facts_as_safetensors(tmp_path):
     pickled = measure_weights([], [tmp_path / "model.pt"])
     assert (pickled.gross, pickled.net) == (plain.gross, plain.net)
     assert {tensor.name for tensor in pickled.tensors} == {"state_dict.a", "state_dict.b"}
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_the_bits_of_the_parts_add_up_to_the_bits_of_a_number(tmp_path_factory, data):
+    """As they are printed, in two decimals."""
+    dtype = data.draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    sizes = data.draw(st.lists(st.integers(1, 3000), min_size=1, max_size=4))
+    tensors = {str(n): (torch.randn(size, generator=generator) * 10**n).to(dtype) for n, size in enumerate(sizes)}
+    file = tmp_path_factory.mktemp("label") / "model.safetensors"
+    save_file(tensors, file)
+    whole, *parts = [row for row in label(file).rows if row.unit == "bits per number"]
+    assert len(parts) == 4
+    printed = [float(row.value.split()[0]) for row in (whole, *parts)]
+    assert printed[0] == pytest.approx(sum(printed[1:]), abs=1e-6)

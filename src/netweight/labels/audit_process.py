@@ -108,7 +108,7 @@ def main() -> None:
         value["sections"] = [section.to_json() for section in result.sections]
         value["payload"] = dict(result.payload)
     except NetweightError as error:
-        value["reason"] = str(error)
+        value["reason"] = error.reason  # its cure names options of the command, which a label does not have
     with whole_file(folder / _END, overwrite=True) as file:
         file.write(json.dumps(value, default=str).encode())
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias, final
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.labels.audit_process import AuditEnd, run_apart
+from netweight.labels.ingredients import chat_template
 from netweight.labels.kinds import Kind, Subject, title_of
 from netweight.labels.label import Group, Row
 from netweight.labels.units import many, percent
@@ -24,11 +25,9 @@ from netweight.registry import command
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import Verdict, decide, mark_of
 
-Option: TypeAlias = Literal["refused", "ordinary", "harmful", "benign", "prompts"]
-OPTIONS: tuple[Option, ...] = ("refused", "ordinary", "harmful", "benign", "prompts")
-"""The rows that a label takes, by the names of its options and of the settings of the audits' commands."""
-
-_SEARCHING = 0.5  # share of the time that a search may begin attacks in: those that are running are completed
+Option: TypeAlias = Literal["refused", "ordinary", "harmful", "benign", "prompts", "base"]
+OPTIONS: tuple[Option, ...] = ("refused", "ordinary", "harmful", "benign", "prompts", "base")
+"""Options of a label that audits take: rows, and the base. The settings of the audits' commands have the same names."""
 
 
 @final
@@ -46,12 +45,12 @@ class LabelAudit:
     """The words of the command, such as "attack refusal"."""
     needs: tuple[Option, ...]
     """Options of the label without which it cannot be made; the command's settings have the same names."""
-    takes: tuple[str, ...] = ()
+    takes: tuple[Option, ...] = ()
     """Options of the label that are handed on where they are given."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further settings of the command."""
-    minutes: str = ""
-    """The setting of the command that takes the minutes it may use, where it has one."""
+    chat: str = ""
+    """The command's setting that applies the chat template; it is set where the model has one."""
     rows: Callable[[AuditEnd], list[Row]] = lambda end: []
     """Makes rows of what the command returned; none where the label has rows about it anyway."""
 
@@ -59,6 +58,11 @@ class LabelAudit:
     def line(self) -> str:
         """The command line that makes it outside of a label."""
         return f"netweight {self.command}"
+
+    @property
+    def options(self) -> str:
+        """The options of `netweight label` that ask for it."""
+        return " ".join(f"--{name}" for name in ("minutes", *self.needs))
 
 
 def _finding(sections: Sequence[Section], start: str) -> Finding | None:
@@ -99,14 +103,14 @@ def _share(finding: Finding) -> float:
 
 
 def _retraining_rows(end: AuditEnd) -> list[Row]:
-    """Steps that the best fine-tuning attack needed, beside those on the base."""
+    """Return rows on the steps that a fine-tuning attack needed, on the model and on its base."""
     steps, ratio = (_finding(end.sections, name) for name in ("steps to recover, best attack", "resistance"))
     title = "Steps to recover, on --harmful"
     if steps is None or steps.value is None:
         reason = "no attack was measured" if steps is None else steps.detail.get("reason", "no reason is stated")
         return [_unmeasured("retraining", title, reason)]
     if ratio is None:
-        reason = f"no control: {_steps(steps.value)}, with nothing to compare them with; give --base"
+        reason = f"no control: {_steps(steps.value)}, with nothing to compare them with"
         return [_unmeasured("retraining", title, reason)]
     if mark_of(ratio) == "no control":
         return [
@@ -116,7 +120,7 @@ def _retraining_rows(end: AuditEnd) -> list[Row]:
         ]
     rows = [Row(
         key="retraining", title=title, value=_steps(steps.value), number=_finite(steps.value), unit="steps",
-        basis=f"by the best attack: {steps.detail.get('attack', 'not stated')}", detail={"command": end.line},
+        basis=f"one attack, from one seed: {steps.detail.get('attack', 'not stated')}", detail={"command": end.line},
         state="warning" if mark_of(ratio) == "missed" else "measured",
     )]  # fmt: skip
     if steps.baseline is not None:
@@ -163,8 +167,8 @@ AUDITS: tuple[LabelAudit, ...] = (
         rows=_refusal_rows,
     ),
     LabelAudit(
-        "retraining", "Resistance to fine-tuning", ("language model",), "attack finetune", ("harmful",),
-        ("base", "benign"), minutes="minutes", rows=_retraining_rows,
+        "retraining", "Resistance to fine-tuning", ("language model",), "attack finetune", ("harmful", "base"),
+        ("benign",), settings={"grid": "single"}, chat="chat", rows=_retraining_rows,
     ),
     LabelAudit(
         "memorized", "Memorized pictures", ("pipeline",), "forget detect", ("prompts", "ordinary"),
@@ -203,7 +207,7 @@ class Request:
     minutes: float
     """The time for all of them together, minutes above 0."""
     inputs: Mapping[str, str]
-    """Rows by the option's name, and the base where there is one."""
+    """Rows and the base, by the option's name."""
     folder: Path
     """Folder of the audits' intermediate results, from which a second call continues."""
 
@@ -213,7 +217,7 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
 
     Args:
         subject: What the label is about.
-        given: Rows by option.
+        given: Rows and the base, by option. A base alone asks for no audit, since tensors are compared with it, too.
         minutes: The time for audits; None where none was given.
 
     Returns:
@@ -224,7 +228,8 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
     """
     possible = [audit for audit in AUDITS if subject.kind in audit.kinds]
     used = {option for audit in possible for option in (*audit.needs, *audit.takes)}
-    for option in given:
+    rows = [option for option in given if option != "base"]
+    for option in rows:
         if option not in used:
             kinds = sorted({kind for audit in AUDITS if option in (*audit.needs, *audit.takes) for kind in audit.kinds})
             raise UsageError(
@@ -234,16 +239,16 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
             )
     chosen = [audit for audit in possible if all(option in given for option in audit.needs)]
     used = {option for audit in chosen for option in (*audit.needs, *audit.takes)}
-    for option in given:
+    for option in rows:
         if option not in used:
             audit = next(each for each in possible if option in (*each.needs, *each.takes))
             lacking = " and ".join(f"--{each}" for each in audit.needs if each not in given)
             raise UsageError(
-                f"--{option} is compared with other rows, which are missing.", cure=f"Also give {lacking}."
+                f"--{option} needs further inputs, which are missing.", cure=f"Also give {lacking}."
             )
-    if given and minutes is None:
+    if rows and minutes is None:
         raise UsageError(
-            f"{' and '.join(f'--{option}' for option in given)}: rows are for audits, which run the model.",
+            f"{' and '.join(f'--{option}' for option in rows)}: rows are for audits, which run the model.",
             cure="Give --minutes N, the time that audits may take.",
         )
     if minutes is None:
@@ -275,7 +280,7 @@ def run_audits(
     Raises:
         UsageError: A setting is refused, before anything runs.
     """
-    settings = {audit.key: _settings(audit, request) for audit in audits}
+    settings = {audit.key: _settings(audit, subject, request) for audit in audits}
     for audit in audits:
         command(audit.command).settings_class.of(settings[audit.key])  # type: ignore[union-attr]
     started = time.monotonic()
@@ -283,20 +288,23 @@ def run_audits(
     sections: list[Section] = []
     for audit in audits:
         left = 60 * request.minutes - (time.monotonic() - started)
-        given = dict(settings[audit.key])
-        if audit.minutes:
-            given[audit.minutes] = max(left, 1) / 60 * _SEARCHING
         folder = request.folder / audit.command.replace(" ", "-")
         progress.note(f"{audit.title}: {audit.line}, at most {max(left, 0) / 60:.1f} minutes.")
-        end = run_apart(audit.command, subject.path, folder, given, seconds=left, shown=progress.mode != "off")
+        end = run_apart(
+            audit.command, subject.path, folder, settings[audit.key], seconds=left, shown=progress.mode != "off"
+        )
         made, new_sections = _rows_of(audit, end, request)
         rows += made
         sections += new_sections
     return AuditResults(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
 
 
-def _settings(audit: LabelAudit, request: Request) -> dict[str, Any]:
-    handed = {name: request.inputs[name] for name in (*audit.needs, *audit.takes) if name in request.inputs}
+def _settings(audit: LabelAudit, subject: Subject, request: Request) -> dict[str, Any]:
+    handed: dict[str, Any] = {
+        name: request.inputs[name] for name in (*audit.needs, *audit.takes) if name in request.inputs
+    }
+    if audit.chat and chat_template(subject.folder) is not None:
+        handed[audit.chat] = True
     return {**audit.settings, **handed}
 
 

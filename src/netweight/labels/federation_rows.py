@@ -20,6 +20,7 @@ from netweight.report.verdict import decide, mark_of
 
 _REPORT = "report.json"
 _AUDIT = "netweight federate audit"
+_OPTION = "--minutes"  # of `netweight label`, which asks for that audit
 _NAMED = "Clients left out or suspicious"  # the table of a report that names clients
 
 
@@ -96,7 +97,7 @@ def _audit_rows(sections: Sequence[Section], *, complete: bool) -> Iterator[Row]
     yield from _text_rows(_findings(sections, "tokens read, "))
     budgets = _findings(sections, "ε of one ")
     if not complete and not budgets:
-        yield Row(key="privacy", title="Privacy budget ε", value=_AUDIT, state="not measured")
+        yield Row(key="privacy", title="Privacy budget ε", value=_OPTION, state="not measured")
     elif not budgets:
         yield Row(key="privacy", title="Privacy budget ε", value="none: no noise is added", state="warning")
     for each in budgets:
@@ -116,7 +117,7 @@ def _reconstruction_rows(images: list[Finding]) -> Iterator[Row]:
     title = "Best reconstruction of an image"
     measured = [each for each in images if each.value is not None]
     if not measured:
-        reason = next((str(each.detail["reason"]) for each in images if each.detail.get("reason")), _AUDIT)
+        reason = next((str(each.detail["reason"]) for each in images if each.detail.get("reason")), _OPTION)
         yield Row(key="reconstruction", title=title, value=reason, state="not measured")
         return
     own = next((each for each in measured if each.target is not None), None)
@@ -174,7 +175,7 @@ def _text_rows(texts: list[Finding]) -> Iterator[Row]:
 def _client_rows(subject: Subject, sections: Sequence[Section]) -> Iterator[Row]:
     """Clients that rounds left out or named as suspicious."""
     if not sections and not _is_history(subject):
-        yield Row(key="named", title="Clients named", value="netweight federate report", state="not measured")
+        yield Row(key="named", title=_NAMED, value=_OPTION, state="not measured")
         return
     tables = [table for section in sections for table in section.tables if table.title == _NAMED]
     clients = {str(row[0]) for table in tables for row in table.rows}
@@ -185,6 +186,6 @@ def _client_rows(subject: Subject, sections: Sequence[Section]) -> Iterator[Row]
         }
     first = f": {', '.join(sorted(clients)[:5])}" if clients else ""
     yield Row(
-        key="named", title="Clients left out or suspicious", value=f"{len(clients)}{first}", number=len(clients),
+        key="named", title=_NAMED, value=f"{len(clients)}{first}", number=len(clients),
         state="warning" if clients else "measured",
     )  # fmt: skip

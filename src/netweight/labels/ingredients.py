@@ -314,7 +314,8 @@ def code_rows(subject: Subject) -> list[Row]:
     other = [file for file in files if file not in (*subject.weights, *subject.pickles, *subject.copies)]
     nbytes = sum(file.stat().st_size for file in other)
     rows.append(Row(
-        key="other_files", title=f"Other files, {len(other):,}", value=size(nbytes), number=nbytes, unit="bytes",
+        key="other_files", title="Other files", value=f"{size(nbytes)} in {many(len(other), 'file')}", number=nbytes,
+        unit="bytes",
     ))  # fmt: skip
     return rows
 
@@ -368,7 +369,7 @@ def scan_rows(pickles: Sequence[Path]) -> list[Row]:
         return []
     if find_spec("picklescan") is None:
         return [Row(
-            key="pickle_scan", title="Pickles scanned", value='not measured: pip install "netweight[label]"',
+            key="pickle_scan", title="Pickles scanned", value='no scanner is installed: pip install "netweight[label]"',
             state="not measured", indent=1,
         )]  # fmt: skip
     from picklescan.scanner import scan_file_path

@@ -33,8 +33,8 @@ class Row(_Part):
     title: str
     """Name for people, such as "Net weight, lossless"."""
     value: str
-    """The value in units that people use, such as "0.82 GB"; for a row that was not measured, the command that
-    measures it, or the reason."""
+    """The value in units that people use, such as "0.82 GB"; for a row that was not measured, the options
+    that measure it, or the reason."""
     state: State = "measured"
     """State of the row: measured, measured and in need of attention, or not measured."""
     number: float | None = None

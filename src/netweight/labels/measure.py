@@ -1,7 +1,7 @@
 """The label of a path: identifies the input, reads its tensors once, and collects the rows.
 
 Nothing of the model is loaded or run, unless minutes and rows for audits are given; audits that were not asked for are
-listed as not measured, with the command that makes them.
+listed as not measured, with the options that ask for them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def label(
     subject = identify(local_model(str(path), pickles=True))
     base = None if base is None else local_model(str(base), pickles=True)
     rows = {"refused": refused, "ordinary": ordinary, "harmful": harmful, "benign": benign, "prompts": prompts}
-    given = {name: str(value) for name, value in rows.items() if value is not None}
+    given = {name: str(value) for name, value in {**rows, "base": base}.items() if value is not None}
     audits = planned(subject, given, minutes)
     workers = threads or os.cpu_count() or 1
     groups: list[Group] = []
@@ -89,11 +89,11 @@ def label(
     audited = AuditResults()
     if audits and minutes is not None:
         folder = Path(out) if out is not None else Path(f"{file_name(subject.name)}-label") / "audits"
-        given |= {} if base is None else {"base": str(base)}
         audited = run_audits(subject, audits, Request(minutes, given, folder), progress=progress)
     if subject.kind == "federation":
         groups += federation_groups(subject)
-    else:
+    if subject.kind != "federation" or audited.rows:  # the report of a federation has the results of its audit
+        groups = [group for group in groups if group.anchor != "verdict"]
         groups += audit_groups(audited)
     if base is not None:
         other = identify(base)
@@ -106,7 +106,7 @@ def label(
         groups.append(base_group(comparison, other.name))
         layers = comparison.layers
     if missing := not_measured(subject, base=base is not None, audited=audited.keys):
-        basis = "the command beside each row measures it"
+        basis = "netweight label measures these with the options beside them"
         groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(missing), basis=basis))
     return Label(
         name=subject.name, kind=title_of(subject), groups=tuple(groups), layers=layers, digest=digest,
@@ -124,7 +124,7 @@ def file_name(name: str) -> str:
 
 
 def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) -> list[Row]:
-    """Return the rows about what could be measured of such an input and was not, with the way to measure it.
+    """Return the rows about what could be measured of such an input and was not, with the options that measure it.
 
     Args:
         subject: What the label is about.
@@ -132,12 +132,10 @@ def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) 
         audited: Keys of the audits that were asked for.
     """
     rows = [
-        Row(key=audit.key, title=audit.title, value=audit.line, state="not measured")
+        Row(key=audit.key, title=audit.title, value=audit.options, state="not measured")
         for audit in AUDITS
         if subject.kind in audit.kinds and audit.key not in audited and subject.kind != "federation"
     ]
     if subject.weights and not base and subject.kind not in ("adapter", "adapters", "federation"):
-        rows.append(
-            Row(key="base", title="Change against a base", value="netweight label --base", state="not measured")
-        )
+        rows.append(Row(key="base", title="Change against a base", value="--base", state="not measured"))
     return rows

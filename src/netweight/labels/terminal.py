@@ -31,7 +31,7 @@ def lines(label: Label, *, width: int = WIDTH) -> Iterator[str]:
     marks = {row.state for row in label.rows}
     notes = [
         *(["! deserves attention"] if "warning" in marks else []),
-        *(["? not measured; the command beside it measures it"] if "not measured" in marks else []),
+        *(["? not measured; the options beside it measure it"] if "not measured" in marks else []),
     ]
     for line in textwrap.wrap("; ".join([f"{label.made_with}, {label.created}", *notes]), width):
         yield click.style(line, dim=True)

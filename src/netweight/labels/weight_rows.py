@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from netweight.labels.kinds import Subject
 from netweight.labels.label import Group, Row
 from netweight.labels.units import count, many, percent, size
-from netweight.labels.weights import TensorFacts, WeightFacts, merged_bits
-from netweight.methods.compress.bits import BitStatistics
+from netweight.labels.weights import TensorFacts, WeightFacts
 
 _SHOWN = 3  # names that are listed in a row
-_APART = (
-    "Each entropy is of one part by itself, over all tensors together. The codec uses the statistics of each tensor, "
-    "so its bits are not the sum of the three."
-)
 _LEAST_SHARE = 0.01  # of the gross weight, from which a type or a finding gets a row of its own
 
 
@@ -47,7 +42,7 @@ def weight_group(subject: Subject, facts: WeightFacts) -> Group:
     if subject.copies:
         nbytes = sum(file.stat().st_size for file in subject.copies)
         rows.append(Row(
-            key="copies", title=f"Copies beside it, {many(len(subject.copies), 'file')}", value=size(nbytes),
+            key="copies", title="Copies beside it", value=f"{size(nbytes)} in {many(len(subject.copies), 'file')}",
             number=nbytes, unit="bytes", indent=1, state="warning",
             basis="counted, not read: variants and pickles of the same weights",
             detail={"files": [file.name for file in subject.copies]},
@@ -72,14 +67,12 @@ def bits_group(facts: WeightFacts) -> Group:
         facts: What the pass over the tensors found.
     """
     rows: list[Row] = []
-    basis = coverage(facts)
     for number, (dtype, tensors) in enumerate(facts.by_dtype().items()):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if number and nbytes < _LEAST_SHARE * facts.gross:
             continue  # positions, counters and the like, which nobody asks about; `ingredients` lists their types
-        if bits := merged_bits(tensors):
-            rows += _dtype_rows(dtype, tensors, bits, nbytes, facts.gross)
-            basis = f"{coverage(facts)}. {_APART}" if bits.layout.exponent else basis
+        if sum(tensor.count for tensor in tensors if tensor.bits is not None):
+            rows += _dtype_rows(dtype, tensors, nbytes, facts.gross)
         else:
             rows.append(Row(
                 key=f"bits_{dtype.lower()}", title=f"{dtype} numbers", value=size(nbytes), number=nbytes, unit="bytes",
@@ -89,27 +82,44 @@ def bits_group(facts: WeightFacts) -> Group:
     rows += _duplicate_rows(facts)
     rows += _row_rows(facts)
     rows += _not_finite_rows(facts)
-    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=basis)
+    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
 
 
-def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], bits: BitStatistics, nbytes: int, gross: int) -> list[Row]:
+def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], nbytes: int, gross: int) -> list[Row]:
+    """Return rows on the bits of one number: all of them, and those of its parts and of the codec, which add up to it.
+
+    The entropy of a part is the mean over tensors, weighted by their numbers, because the codec codes tensors apart.
+    """
     numbers = sum(tensor.count for tensor in tensors)
-    sampled = f"histogram of {percent(bits.count / numbers)} of the {count(numbers)} numbers"
-    net = sum(tensor.net for tensor in tensors)
+    bits = 8 * sum(tensor.net for tensor in tensors) / numbers
+    sampled = [(tensor.count, tensor.bits) for tensor in tensors if tensor.bits is not None and tensor.bits.count]
+    layout = sampled[0][1].layout
     rows = [Row(
-        key=f"bits_{dtype.lower()}", title=f"{dtype} number, compressed",
-        value=f"{8 * net / numbers:.2f} of {bits.layout.bits} bits", number=8 * net / numbers, unit="bits per number",
+        key=f"bits_{dtype.lower()}", title=f"{dtype} number, compressed", value=f"{bits:.2f} of {layout.bits} bits",
+        number=bits, unit="bits per number",
         basis=f"{size(nbytes)}, {percent(nbytes / gross)} of the weight" if gross else "",
     )]  # fmt: skip
-    for part, entropy in bits.entropies.items():
-        width = getattr(bits.layout, part)
-        if width and (bits.layout.exponent or part == "mantissa"):
-            title = f"Entropy of its {part}" if bits.layout.exponent else "Entropy"
-            value = f"{entropy:.2f} of {width} {'bit' if width == 1 else 'bits'}"
-            rows.append(Row(
-                key=f"{part}_{dtype.lower()}", title=title, value=value, number=entropy,
-                unit="bits per number", indent=1, basis=sampled,
-            ))  # fmt: skip
+    if not layout.exponent:
+        return rows
+    seen = percent(sum(each.count for _, each in sampled) / numbers)
+    basis = f"mean over tensors; histograms of {seen} of the {count(numbers)} numbers"
+    left = round(bits, 2)
+    for part in ("sign", "exponent", "mantissa"):
+        width = getattr(layout, part)
+        if not width:
+            continue
+        entropy = sum(each.entropies[part] * n for n, each in sampled) / sum(n for n, _ in sampled)
+        left -= round(entropy, 2)
+        rows.append(Row(
+            key=f"{part}_{dtype.lower()}", title=f"Entropy of its {part}",
+            value=f"{entropy:.2f} of {many(width, 'bit')}", number=entropy, unit="bits per number", indent=1,
+            basis=basis,
+        ))  # fmt: skip
+    rows.append(Row(
+        key=f"overhead_{dtype.lower()}", title="Overhead of the codec", value=f"{left + 0.0:.2f} bits",
+        number=round(left, 2), unit="bits per number", indent=1,
+        basis="headers, tables of codes, and codes longer than the entropies",
+    ))  # fmt: skip
     return rows
 
 

@@ -9,7 +9,7 @@ result states; everything else covers every byte.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,19 +227,6 @@ def measure_weights(
             for tensor in _measured(sources, threads, task.update):
                 facts.append(tensor)
         return WeightFacts(tuple(facts), overhead)
-
-
-def merged_bits(tensors: Iterable[TensorFacts]) -> BitStatistics | None:
-    """Return the histograms of several tensors of one element type together.
-
-    Args:
-        tensors: The tensors.
-
-    Returns:
-        The sum of their histograms; None if none of them has any.
-    """
-    parts = [tensor.bits for tensor in tensors if tensor.bits is not None and tensor.bits.count]
-    return merge(parts) if parts else None
 
 
 def _listed(files: Sequence[Path]) -> str:

@@ -24,7 +24,7 @@ from netweight.settings import Cli, ModelPath, Settings
 
 Precision = Literal["fp32", "mixed", "bf16", "rounded"]
 
-GRIDS = ("quick", "paper")  # names that `named_grid` knows
+GRIDS = ("single", "quick", "paper")  # names that `named_grid` knows
 DEFENDED = "defended"  # what the model in question is called in reports
 
 
@@ -190,19 +190,23 @@ def grid(**axes: Any) -> list[AttackSettings]:
 def named_grid(name: str, *, seeds: Sequence[int] | None = None, **fixed: Any) -> list[AttackSettings]:
     """Make a grid that has a name.
 
-    "quick": three learning rates and one LoRA attack, 200 samples, 3.
-
-    `seeds`: 12 attacks. "paper": the six attacks of table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch
-    of batches of 4, 1 seed.
+    "single": one attack on factors of rank 8, with 128 samples, 128 steps of 8 rows, a constant rate and 1 seed. Its
+    first quarter on the base determines the threshold, so that it shows a ratio of up to 4. A label has time for it.
+    "quick": three learning rates and one LoRA attack, 200 samples, 3 seeds: 12 attacks. "paper": the six attacks of
+    table 1, 3e-5, 6e-5 and 8e-5 on 1,000 and 10,000 samples, one epoch of batches of 4, 1 seed.
     """
     if name not in GRIDS:
         raise NameNotFound(f"There is no grid {name!r}.", cure=f"There are {', '.join(GRIDS)}.")
-    blocks = {"quick": _QUICK, "paper": _PAPER}[name]
-    seeds = tuple(seeds) if seeds is not None else tuple(range({"quick": 3, "paper": 1}[name]))
+    blocks = {"single": _SINGLE, "quick": _QUICK, "paper": _PAPER}[name]
+    seeds = tuple(seeds) if seeds is not None else tuple(range(3 if name == "quick" else 1))
     made = (settings for block in blocks for settings in grid(**{**block, "seed": seeds, **fixed}))
     return list(dict.fromkeys(made))
 
 
+_SINGLE: list[dict[str, Any]] = [
+    {"lr": 1e-3, "lora_rank": 8, "samples": 128, "batch_size": 8, "max_steps": 128, "epochs": 8, "check_every": 4,
+     "schedule": "constant", "warmup": 0.0},
+]  # fmt: skip
 _QUICK: list[dict[str, Any]] = [
     {"lr": (3e-5, 1e-4, 3e-4), "samples": 200, "epochs": 2},
     {"lr": 1e-3, "lora_rank": 8, "samples": 200, "epochs": 2},
@@ -275,10 +279,10 @@ class FolderAttack(TextOptions):
     also: Mapping[str, ModelPath] = Field(
         {}, description="Further defended models by name, such as one with frozen layers; needs --base."
     )
-    grid: Literal["adaptive", "quick", "paper"] = Field(
+    grid: Literal["adaptive", "single", "quick", "paper"] = Field(
         "adaptive",
-        description="Attacks that are run: adaptive searches for the best attack on each model; quick runs 4 "
-        "fixed attacks with 3 seeds; paper runs the 6 of the paper.",
+        description="Attacks that are run: adaptive searches for the best attack on each model; single runs one "
+        "attack on low-rank factors; quick runs 4 fixed attacks with 3 seeds; paper runs the 6 of the paper.",
     )
     lr: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, Cli(comma=True, metavar="LR,LR,...")] = Field(
         None, description="Learning rates in place of the grid's; a search starts from them."
@@ -377,7 +381,11 @@ class FolderAttack(TextOptions):
 
     def attacks(self) -> list[AttackSettings]:
         """The grid."""
-        return named_grid(self.grid, seeds=None if self.seeds is None else range(self.seeds), **self.fixed)
+        # An attack that is run alone keeps the model's abilities where it has rows of them: one that destroyed them
+        # would show nothing.
+        mixed = {"benign_share": 0.5} if self.grid == "single" and self.benign is not None else {}
+        seeds = None if self.seeds is None else range(self.seeds)
+        return named_grid(self.grid, seeds=seeds, **{**mixed, **self.fixed})
 
     @contextmanager
     def running(self) -> Iterator[Engine]:
