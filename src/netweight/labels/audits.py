@@ -243,9 +243,7 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
         if option not in used:
             audit = next(each for each in possible if option in (*each.needs, *each.takes))
             lacking = " and ".join(f"--{each}" for each in audit.needs if each not in given)
-            raise UsageError(
-                f"--{option} needs further inputs, which are missing.", cure=f"Also give {lacking}."
-            )
+            raise UsageError(f"--{option} needs further inputs, which are missing.", cure=f"Also give {lacking}.")
     if rows and minutes is None:
         raise UsageError(
             f"{' and '.join(f'--{option}' for option in rows)}: rows are for audits, which run the model.",
