@@ -383,8 +383,8 @@ def costs(methods):
 def strongest_attacks(methods, retrained):
     """Return the table of the attack on each edit that recovers the pictures soonest."""
     lines = [
-        "| edit | strongest attack | pictures recovered, of 6 | steps until half are recovered | closer than "
-        "never-trained pictures | closer than without training on the pictures |",
+        "| edit | strongest attack | pictures recovered, of 6 | steps until half are recovered | correlation above "
+        "never-trained pictures | correlation above retrained model |",
         "|---" * 6 + "|",
     ]
     for name, own in methods.items():
@@ -393,14 +393,16 @@ def strongest_attacks(methods, retrained):
         chosen = max(dict.fromkeys(worst), key=tried, default=None)
         if chosen is not None:
             searched = by_training([each for each in own if chosen in each["back"]])
-            lines.append("|" + "|".join([name, *attack_cells(chosen, searched, retrained)]) + "|")
+            attack, *cells = attack_cells(chosen, searched, retrained)
+            attack += " (the only one tried)" * all(len(each["back"]) == 1 for each in own if each["back"])
+            lines.append("|" + "|".join([name, attack, *cells]) + "|")
     return "\n".join(lines)
 
 
 def every_attack(methods):
     """Return the table of all attacks on edits that several attacks were tried on."""
     lines = [
-        f"| attack: pictures recovered, of 6, after the steps until half are | {' | '.join(methods)} |",
+        f"| attack | {' | '.join(methods)} |",
         "|---" * (1 + len(methods)) + "|",
     ]
     for attack in ATTACKS:

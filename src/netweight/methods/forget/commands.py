@@ -27,6 +27,7 @@ from netweight.methods.forget.plan import (
     plan_statistics,
     plan_undo,
 )
+from netweight.methods.forget.records import FOLDER
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
 from netweight.registry import Context, Result, Rows, shell_line
@@ -147,6 +148,11 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
     warnings += record.remarks
     edited = ", ".join(files.edited)
     lines = [what, f"Files read: {', '.join(variants)}. Files edited: {edited}. All other files were copied."]
+    if settings.undo:
+        lines.append(
+            f"{destination / FOLDER} contains the original weights, so that the edit can be undone. Remove it before "
+            "you publish the pipeline."
+        )
     sections = []
     if record.check:
         check = EditCheck.from_json(record.check)
