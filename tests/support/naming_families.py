@@ -34,15 +34,15 @@ class Family:
     """Modules of files that exist."""
 
 
-_NORMS = "not compared: normalizations"
+_NORMS = "left out: normalizations"
 _RENAMES = "diffusers keeps the authors' names there, and finds no such modules"
 _SWAP = (
-    "except for the modulation of the final layer (`adaLN`): diffusers does not swap the halves of this matrix, as its "
-    "conversion of whole models does"
+    "except for the modulation of the final layer (`adaLN`): diffusers exchanges the halves of this matrix when it "
+    "converts a whole model, but not when it converts a LoRA"
 )
 _ALPHA = "except for the final layer, whose alpha diffusers ignores"
 _FINAL = f"except for `x_embedder` and the final layer: {_RENAMES}"
-_VIEWS = "not compared: attention to an input image"
+_VIEWS = "left out: attention to an input image"
 
 FAMILIES = [
     Family("stable-diffusion", "kohya", "lora_unet_", "StableDiffusionLoraLoaderMixin", True, 2.0, True,
@@ -66,18 +66,19 @@ FAMILIES = [
     Family("flux", "diffusers, ai-toolkit", "transformer.", "FluxLoraLoaderMixin", diffusers=True),
     Family("flux", "OneTrainer", "lora_transformer_", "FluxLoraLoaderMixin", True, 2.0, True,
            skip=".*(ff|norm1|norm|proj_mlp|proj_out|single_transformer).*",
-           exception="only for attention in double blocks and for the embedders; diffusers refuses the rest"),
+           exception="but only for attention in double blocks and for the embedders; diffusers refuses the other "
+                     "modules"),
     Family("chroma", "kohya", "lora_unet_", None, True, 2.0),
     Family("chroma", "diffusers, ai-toolkit", "transformer.", "FluxLoraLoaderMixin", diffusers=True),
     Family("flux2", "ai-toolkit, ComfyUI", "diffusion_model.", "Flux2LoraLoaderMixin",
            skip="final_layer.adaLN.*", exception=_SWAP),
-    Family("flux2", "peft of the authors' model", "base_model.model.", "Flux2LoraLoaderMixin",
+    Family("flux2", "peft, on the authors' model", "base_model.model.", "Flux2LoraLoaderMixin",
            skip="final_layer.adaLN.*", exception=_SWAP),
     Family("flux2", "kohya, musubi-tuner", "lora_unet_", "Flux2LoraLoaderMixin", True, 2.0,
            only="double_blocks.*|single_blocks.*|img_in|txt_in|time_in.*|final_layer.linear"),
     Family("flux2", "diffusers", "transformer.", "Flux2LoraLoaderMixin", diffusers=True),
     Family("qwen-image", "kohya, musubi-tuner", "lora_unet_", "QwenImageLoraLoaderMixin", True, 2.0,
-           skip=".*addition_t.*", exception="not compared: the embedding of additional timesteps (`addition_t`)"),
+           skip=".*addition_t.*", exception="left out: the embedding of additional timesteps (`addition_t`)"),
     Family("qwen-image", "ComfyUI, ai-toolkit", "diffusion_model.", "QwenImageLoraLoaderMixin"),
     Family("qwen-image", "Qwen-Image-Lightning", "", "QwenImageLoraLoaderMixin", True, 2.0),
     Family("qwen-image", "diffusers", "transformer.", "QwenImageLoraLoaderMixin", diffusers=True),
@@ -96,9 +97,9 @@ FAMILIES = [
     Family("wan", "diffusers", "transformer.", "WanLoraLoaderMixin", diffusers=True),
     Family("hunyuan-video", "the authors, ComfyUI", "diffusion_model.", "HunyuanVideoLoraLoaderMixin",
            skip="final_layer.adaLN.*|txt_in.individual.*qkv|txt_in.c_embedder.*",
-           exception="except for the modulation of the final layer and the fused queries, keys and values of the "
-                     "token refiner, whose down factors diffusers swaps or splits as well; not compared: "
-                     "`txt_in.c_embedder`"),
+           exception="except for the modulation of the final layer, and the fused queries, keys and values of the "
+                     "token refiner: diffusers swaps or splits the up factors of these modules, which is right, but "
+                     "their down factors too; left out: `txt_in.c_embedder`"),
     Family("hunyuan-video", "musubi-tuner", "lora_unet_", None, True, 2.0),
     Family("hunyuan-video", "diffusers", "transformer.", "HunyuanVideoLoraLoaderMixin", diffusers=True),
     Family("ltx", "ComfyUI, the authors", "diffusion_model.", "LTXVideoLoraLoaderMixin",
@@ -110,8 +111,7 @@ FAMILIES = [
     Family("hidream", "diffusers", "transformer.", "HiDreamImageLoraLoaderMixin", diffusers=True),
     Family("lumina2", "ComfyUI, OneTrainer", "diffusion_model.", "Lumina2LoraLoaderMixin",
            only="(layers|noise_refiner|context_refiner).*",
-           skip="context_refiner.0.adaLN.*",
-           exception="not compared: the modulation of the context refiner, which has none"),
+           skip="context_refiner.0.adaLN.*"),  # no model has this module
     Family("lumina2", "diffusers", "transformer.", "Lumina2LoraLoaderMixin", diffusers=True),
     Family("krea2", "the authors, ComfyUI", "diffusion_model.", "Krea2LoraLoaderMixin"),
     Family("krea2", "ai-toolkit", "base_model.model.", "Krea2LoraLoaderMixin"),
@@ -137,14 +137,17 @@ def table() -> str:
     from netweight.store.lora_formats.naming import naming_called
 
     lines = [
-        "| architecture | written by | prefix of the names | names of modules | change that diffusers loads |",
+        "| architecture | written by | prefix of the names | names of modules | change in diffusers |",
         "|---|---|---|---|---|",
     ]
     for each in FAMILIES:
         start = f"`{each.start}`" if each.start else "none"
-        loaded = "not compared: diffusers reads no LoRA in this naming" if each.mixin is None else "the same"
+        loaded = "the same"
+        if each.mixin is None:
+            what = f"the pipelines of {naming_called(each.table).title} load no LoRA" if each.diffusers else "not read"
+            loaded = f"not compared: {what}"
         if each.exception:
-            loaded += f"{';' if each.exception.startswith('not') else ','} {each.exception}"
-        whose = "those of diffusers" if each.diffusers else "those of the authors"
+            loaded += f"{';' if each.exception.startswith('left out') else ','} {each.exception}"
+        whose = "diffusers' names" if each.diffusers else "authors' names"
         lines.append(f"| {naming_called(each.table).title} | {each.trainers} | {start} | {whose} | {loaded} |")
     return "\n".join(lines)

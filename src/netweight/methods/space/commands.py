@@ -267,7 +267,8 @@ def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Resul
     pairs, bad = find_duplicates(folder, settings.least, context.progress)
     rows = [(each.name, each.of, f"{each.cosine:.4f}", f"{each.ranks[0]} and {each.ranks[1]}") for each in pairs]
     warnings = [f"{name} cannot be read: {reason}" for name, reason in list(bad.items())[:_SHOWN]]
-    count = f"{_many(len(pairs), 'adapter')} that another one copies, at a cosine of at least {settings.least:g}."
+    what = "is a copy of another one" if len(pairs) == 1 else "are copies of another one"
+    count = f"{_many(len(pairs), 'adapter')} {what} (cosine of at least {settings.least:g})."
     return Result(
         [count, Rows(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
         payload={"duplicates": [vars(each) for each in pairs], "unread": bad},
