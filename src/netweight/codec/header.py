@@ -333,6 +333,20 @@ class Header:
         return self.nbytes // self.element.number_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    """The chunks of a blob of version 2."""
+
+    lengths: npt.NDArray[np.uint32]
+    """Bytes of each chunk."""
+    checks: npt.NDArray[np.uint64]
+    """Check of each chunk's numbers."""
+    new_modes: bool
+    """True if a decoder of version 1's chunks cannot read some chunk."""
+    start: int
+    """Offset of the first chunk in the blob."""
+
+
 def tensor_bytes(element: ElementType, shape: tuple[int, ...]) -> int:
     """The size of a tensor in bytes."""
     bits = math.prod(shape) * element.bits
@@ -361,6 +375,15 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
     return Header(
         element, shape, level & 3, fixed[6], fixed[8:24], nbytes, starts, version, new_modes, base_digest, tuple(checks)
     )
+
+
+def read_index(blob: Any) -> Index:
+    """The index of a blob that was just encoded here, which is not checked again."""
+    reader = Reader(as_bytes(blob))
+    fixed, *_, chunks = _read_start(reader, len(reader.data))
+    lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
+    checks = reader.take(8 * chunks, "the index of chunks").view("<u8")
+    return Index(lengths, checks, bool(fixed[5] & HAS_NEW_MODES), reader.at)
 
 
 def index_end(beginning: Any, size: int) -> int:

@@ -14,7 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from netweight.codec.api import LEVELS, encode_raw
-from netweight.codec.header import VERSION, Bytes, HeaderWriter, as_bytes, bytes_of, element_type, read_header
+from netweight.codec.header import (
+    VERSION,
+    Bytes,
+    HeaderWriter,
+    as_bytes,
+    bytes_of,
+    element_type,
+    read_header,
+    read_index,
+)
 from netweight.errors import UsageError
 
 
@@ -50,18 +59,21 @@ class TiledBlob:
         size: int = 0,
     ) -> None:
         element = element_type(dtype)
-        self._older, self._starts = older, (0,)
+        self._older = older
+        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # where chunks of the older blob end
+        self._placed = 0  # end of the new chunks in the older blob's memory
         if older is not None:
             header = read_header(older[:size])
             if header.version != VERSION or header.base_digest:
                 raise UsageError("Only a blob of the current version, without a base, can be replaced by tiles.")
-            self._starts, self._checks, self._new_modes = header.chunk_starts, header.checks, header.new_modes
+            self._index = read_index(older[:size])
+            self._placed = self._index.start
+            self._ends = self._placed + np.cumsum(self._index.lengths, dtype=np.int64)
             chunk_log2 = header.chunk_log2
-        self._header = HeaderWriter(
-            element, tuple(shape), LEVELS.index(level), chunk_log2 or element.default_chunk_log2
-        )
+        chunk_log2 = chunk_log2 or element.default_chunk_log2
+        self._header = HeaderWriter(element, tuple(shape), LEVELS.index(level), chunk_log2)
         self._threads, self._ended = threads, False
-        self._placed = self._starts[0]  # end of the new chunks in the older blob's memory
+        self._chunks = 0  # that were encoded
         self._waiting: deque[Bytes] = deque()  # encoded tiles that have no place yet
 
     @property
@@ -86,13 +98,18 @@ class TiledBlob:
         self._ended = bool(shape[0] % self.chunk)
         level = LEVELS[self._header.level]
         blob = encode_raw(data, name, shape, level=level, threads=self._threads, chunk_log2=chunk_log2)
-        part = read_header(blob)
-        self._header.lengths += np.diff(part.chunk_starts).tolist()
-        self._header.checks += part.checks
-        self._header.new_modes |= part.new_modes
-        self._waiting.append(as_bytes(blob)[part.chunk_starts[0] :])
+        index = read_index(blob)
+        self._note(index.lengths, index.checks, index.new_modes)
+        self._waiting.append(as_bytes(blob)[index.start :])
         if self._older is not None:
-            self._place(self._older, self._starts[len(self._header.lengths)])
+            self._place(self._older, int(self._ends[self._chunks - 1]))
+
+    def _note(self, lengths: npt.NDArray[Any], checks: npt.NDArray[Any], new_modes: bool) -> None:
+        """Take down further chunks."""
+        self._header.lengths += lengths.tolist()
+        self._header.checks += checks.tolist()
+        self._header.new_modes |= new_modes
+        self._chunks += len(lengths)
 
     def _place(self, memory: Bytes, end: int) -> None:
         """Move tiles that wait to memory before `end`, as far as there is room."""
@@ -103,13 +120,12 @@ class TiledBlob:
 
     def keep_rest(self) -> None:
         """Keep the chunks of the older blob that were not replaced."""
-        first = len(self._header.lengths)
-        if self._older is None or first == len(self._starts) - 1:
+        if self._older is None or self._chunks == len(self._ends):
             return
-        self._waiting.append(self._older[self._starts[first] : self._starts[-1]].copy())
-        self._header.lengths += np.diff(self._starts[first:]).tolist()
-        self._header.checks += self._checks[first:]
-        self._header.new_modes |= self._new_modes
+        first = self._chunks
+        start = int(self._ends[first] - self._index.lengths[first])
+        self._waiting.append(self._older[start : self._ends[-1]].copy())
+        self._note(self._index.lengths[first:], self._index.checks[first:], self._index.new_modes)
 
     @property
     def size(self) -> int:
@@ -121,7 +137,7 @@ class TiledBlob:
         header = self._header.header()
         start = len(header)
         if self._older is None:
-            self._placed = start
+            self._placed = start  # all tiles still wait
         elif memory.ctypes.data != self._older.ctypes.data:
             memory[start : self._placed] = self._older[start : self._placed]
         memory[:start] = as_bytes(header)
