@@ -50,7 +50,7 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     record = Record.read(tmp_path / "defended" / "immunize.json")
     assert record.defense == "repnoise"
     assert record.steps[-1].terms["ascent"].value > record.steps[0].terms["ascent"].value
-    assert record.steps[-1].terms["general"].value < record.steps[0].terms["general"].value
+    assert record.steps[-1].terms["retained"].value < record.steps[0].terms["retained"].value
     assert "| steps | 18 |" in (tmp_path / "defended" / "README.md").read_text()
     model, tokenizer = load_causal_lm(tmp_path / "defended")
     assert model.dtype == torch.bfloat16

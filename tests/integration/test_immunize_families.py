@@ -25,8 +25,8 @@ def test_a_family_is_defended_analyzed_and_attacked(family):
     for defense in (*named, "self-destruction", TAR(attack_steps=2), LatentAdversarial(search_steps=1)):
         kept = [pair.harmless for pair in pairs] if defense == "self-destruction" else []
         terms = immunize(model, pairs, kept, defense=defense, settings=SHORT.replace(epochs=1)).steps[0].terms
-        still = {"retain moved", "rerouting"} | (
-            {"retain"} if defense in ("rmu", "circuit-breaking") else set()
+        still = {"harmless moved", "rerouting"} | (
+            {"harmless"} if defense in ("rmu", "circuit-breaking") else set()
         )  # at first
         assert all(math.isfinite(term.value) and (term.norm > 0 or name in still) for name, term in terms.items())
     assert analyze_layers(model, pairs, pad_id=0)
@@ -56,7 +56,7 @@ def test_a_folder_of_a_family_is_defended_attacked_and_reported_by_the_commands(
 
     files = {name: tmp_path / f"{name}.jsonl" for name in ("pairs", "retain", "harmful", "keep")}
     call("immunize", tmp_path / "model", tmp_path / "defended", "--pairs", files["pairs"],
-         "--retain", files["retain"], "--lr", "1e-3")  # fmt: skip
+         "--retain", files["harmless"], "--lr", "1e-3")  # fmt: skip
     call("attack", "finetune", tmp_path / "defended", "--base", tmp_path / "model", "--harmful", files["harmful"],
          "--benign", files["keep"], "--trained-on", files["pairs"], "--grid", "quick", "--lr", "1e-2", "--seeds", "1",
          "--max-steps", "4", "--check-every", "4", "--threshold", "0.25", "--out", tmp_path / "attack")  # fmt: skip

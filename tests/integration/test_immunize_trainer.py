@@ -64,7 +64,7 @@ def test_one_update_is_that_of_the_loss(tmp_path, fidelity):
     (logged,) = [entry for entry in run.state.log_history if "loss" in entry]
     assert logged["noise_weight"] == pytest.approx(parts.noise_weight, rel=1e-4)
     assert logged["loss"] == pytest.approx(parts.total.detach().item(), rel=1e-4)
-    assert min(logged[name] for name in ("retain_norm", "noise_norm", "ascent_norm")) > 0
+    assert min(logged[name] for name in ("harmless_norm", "noise_norm", "ascent_norm")) > 0
 
 
 def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
@@ -75,10 +75,10 @@ def test_training_keeps_and_unlearns_with_accumulation_and_evaluation(tmp_path):
     run.train()
     history = [entry for entry in run.state.log_history if "loss" in entry]
     assert len(history) == 12
-    assert history[-1]["retain"] < history[0]["retain"]
+    assert history[-1]["harmless"] < history[0]["harmless"]
     assert history[-1]["ascent"] > history[0]["ascent"]
     assert sorted(weights := [entry["noise_weight"] for entry in history], reverse=True) == weights
-    assert [index for index, entry in enumerate(history) if "retain_norm" in entry] == [0, 3, 6, 9]
+    assert [index for index, entry in enumerate(history) if "harmless_norm" in entry] == [0, 3, 6, 9]
     assert len([entry for entry in run.state.log_history if "eval_loss" in entry]) == 2
 
 
@@ -89,8 +89,8 @@ def test_any_defense_trains_with_what_is_kept_besides(tmp_path, name):
                   evaluate=rows(some_pairs(3, seed=9)), learning_rate=1e-2)  # fmt: skip
     run.train()
     history = [entry for entry in run.state.log_history if "loss" in entry]
-    assert history[-1]["general"] < history[0]["general"]
-    assert history[0]["general_norm"] > 0
+    assert history[-1]["retained"] < history[0]["retained"]
+    assert history[0]["retained_norm"] > 0
     assert any("eval_loss" in entry for entry in run.state.log_history)
 
 

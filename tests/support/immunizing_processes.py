@@ -234,7 +234,7 @@ def the_trainer_steps_as_one_process(rank, folder):
         weight = parts.noise_weight
         if rank == 0:
             (logged,) = [entry for entry in run.state.log_history if "loss" in entry and entry["step"] == update + 1]
-            for name in ("retain", "noise", "ascent", "noise_weight"):
+            for name in ("harmless", "noise", "ascent", "noise_weight"):
                 expected = getattr(parts, name)
                 expected = expected if isinstance(expected, float) else expected.detach().item()
                 assert logged[name] == pytest.approx(expected, rel=1e-3), name

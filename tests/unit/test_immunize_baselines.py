@@ -87,9 +87,9 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
                 into += [((one - other) ** 2).mean() for one, other in zip(here, there, strict=True)]
     assert steering["steering"].value.item() == pytest.approx(np.mean(forget), rel=1e-5)
     assert steering["steering"].weight == 1.0
-    assert retain["retain"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
-    assert retain["retain"].weight == general["general"].weight == 3.0
-    assert general["general"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
+    assert retain["harmless"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
+    assert retain["harmless"].weight == general["retained"].weight == 3.0
+    assert general["retained"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     with pytest.raises(Unsupported, match="rmu compares with the original model, which is kept only during"):
         defense.retain_side(model, batch.harmless, batch.group)
 
@@ -158,8 +158,8 @@ def test_tar_is_its_formula():
         one, other = (each(ids, output_hidden_states=True).hidden_states for each in (before, original))
         moved.append(torch.stack([(a - b)[0].pow(2).sum(-1).sqrt() for a, b in zip(one, other, strict=True)]))
     moved = torch.cat(moved, dim=1).mean()
-    assert terms["retain"] == pytest.approx(loss.item(), rel=1e-5)
-    assert terms["retain moved"] == pytest.approx(moved.item(), rel=1e-4)
+    assert terms["harmless"] == pytest.approx(loss.item(), rel=1e-5)
+    assert terms["harmless moved"] == pytest.approx(moved.item(), rel=1e-4)
     kept = torch.autograd.grad(loss + moved, weights)
     for value, old, one, k, u in zip(model.parameters(), weights, found, kept, raised, strict=True):
         assert torch.equal(value, old)
@@ -186,9 +186,9 @@ def test_t_vaccine_disturbs_the_blocks_that_harmful_answers_hang_on():
     for place in chosen:
         model.model.layers[place]._forward_hooks.clear()
     _, terms = gradients(VaccineDefense(Vaccine(rho=0.5, share=0.5)), model, batch, drawn())
-    assert terms["retain"] == pytest.approx(wanted.item(), rel=1e-5)
+    assert terms["harmless"] == pytest.approx(wanted.item(), rel=1e-5)
     _, all_of_them = gradients(VaccineDefense(Vaccine(rho=0.5)), model, batch, drawn())
-    assert all_of_them["retain"] != pytest.approx(terms["retain"], rel=1e-5)
+    assert all_of_them["harmless"] != pytest.approx(terms["harmless"], rel=1e-5)
 
 
 def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
@@ -217,10 +217,10 @@ def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
             else:
                 apart += [np.sqrt(((one - other) ** 2).sum(-1)) for one, other in zip(here, there, strict=True)]
     assert rerouting["rerouting"].value.item() == pytest.approx(np.mean(alike), rel=1e-4)
-    assert retain["retain"].value.item() == pytest.approx(
+    assert retain["harmless"].value.item() == pytest.approx(
         np.concatenate([each.ravel() for each in apart]).mean(), rel=1e-4
     )
-    assert (rerouting["rerouting"].weight, retain["retain"].weight) == (2.0, 3.0)
+    assert (rerouting["rerouting"].weight, retain["harmless"].weight) == (2.0, 3.0)
 
 
 def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_bound():
@@ -262,7 +262,7 @@ def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_boun
     logs = refused_and_not_answered(shifts)
     assert max(shift.norm(dim=-1).max() for shift in shifts) == pytest.approx(0.3)
     retain, harmful = -logs["chosen"].mean(), -(1 - logs["rejected"].exp()).log().mean()
-    assert (terms["retain"], terms["harmful"]) == pytest.approx((retain.item(), harmful.item()), rel=1e-4)
+    assert (terms["harmless"], terms["harmful"]) == pytest.approx((retain.item(), harmful.item()), rel=1e-4)
     # What is kept besides weighs three times as much.
     for one, other in zip(found, torch.autograd.grad((retain + harmful) / 3, list(model.parameters())), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
@@ -300,8 +300,8 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
         torch.cat([each.flatten() for each in grads]) for grads in (found, torch.autograd.grad(cosine, weights))
     )
     assert (measured - exact).norm() < 0.01 * exact.norm()
-    assert (terms["cosine"].weight, terms["general"].weight) == (1e-2, 1.0)
-    assert terms["general"].value.item() == pytest.approx(loss_of_rows(model, kept).item())
+    assert (terms["cosine"].weight, terms["retained"].weight) == (1e-2, 1.0)
+    assert terms["retained"].value.item() == pytest.approx(loss_of_rows(model, kept).item())
     states = model(
         input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask, output_hidden_states=True
     ).hidden_states
@@ -310,6 +310,6 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
         logits = model.lm_head(model.model.norm(state))[:, :-1].flatten(0, 1)
         depths.append(torch.nn.functional.cross_entropy(logits, batch.harmful.labels[:, 1:].flatten()).item())
     assert ascent["ascent"].value.item() == pytest.approx(np.log1p(np.mean(depths)))
-    assert (ascent["ascent"].weight, harmless["retain"].weight) == (-1.0, 1.0)
+    assert (ascent["ascent"].weight, harmless["harmless"].weight) == (-1.0, 1.0)
     with pytest.raises(UsageError, match="self-destruction needs rows of answers that the model should keep"):
         immunize(model, pairs, defense="self-destruction", settings=SHORT)

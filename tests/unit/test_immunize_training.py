@@ -85,10 +85,10 @@ def test_every_defense_does_what_its_loss_says(name):
         assert last[term].value < record.steps[0].terms[term].value
     elif name == "gradient-ascent":
         assert harmful > before[1] + 0.5
-        assert "retain" not in last
+        assert "harmless" not in last
     else:
         assert harmless < before[0] - 0.15
-        assert last["general"].value < record.steps[0].terms["general"].value
+        assert last["retained"].value < record.steps[0].terms["retained"].value
         ascends = name.startswith("repnoise") or name in ("adversarial-loss", "self-destruction")
         assert ("ascent" in last) == ascends
         if "ascent" in last:
@@ -120,12 +120,12 @@ def test_a_distillation_imitates_the_original_from_weights_that_are_noise_in_par
     old = {name: value.detach().clone() for name, value in model.named_parameters()}
     terms = immunize(model, pairs, kept, defense=Distillation(noise=0.0, random_rows=0.5), settings=settings)
     assert all(abs(term.value) < 1e-6 for term in terms.steps[0].terms.values())
-    assert terms.steps[0].terms.keys() == {"retain", "random", "general"}
+    assert terms.steps[0].terms.keys() == {"harmless", "random", "retained"}
     steps = [
         immunize(copy.deepcopy(model), pairs, defense=Distillation(noise=share, random_rows=0), settings=settings)
         for share in (0.2, 0.9)
     ]
-    assert steps[0].steps[0].terms["retain"].value < steps[1].steps[0].terms["retain"].value
+    assert steps[0].steps[0].terms["harmless"].value < steps[1].steps[0].terms["harmless"].value
     immunize(model, pairs, defense=Distillation(noise=0.5), settings=settings)
     for name, value in model.named_parameters():
         moved = (value - old[name]).norm() / old[name].norm()
@@ -198,11 +198,11 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
         def sides(self, model, batch, generator):
             self.calls.append(1)
             loss = response_loss(model, batch.harmless)
-            yield {"retain": Term(loss * (math.nan if len(self.calls) == 8 else 1))}
+            yield {"harmless": Term(loss * (math.nan if len(self.calls) == 8 else 1))}
 
     Bursting.calls = []
     model = decoder()
-    with pytest.raises(TrainingStopped, match=r"Step 8 .* 'retain' is nan.* after step 6, from .*immunize"):
+    with pytest.raises(TrainingStopped, match=r"Step 8 .* 'harmless' is nan.* after step 6, from .*immunize"):
         immunize(model, pairs, defense=Bursting(SafetyTraining()), settings=settings, folder=tmp_path)
     with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
         about, stored = job.load()
@@ -234,7 +234,7 @@ def test_a_model_that_begins_far_above_guessing_is_trained():
         model.lm_head.weight.mul_(400)  # sure of other answers, as one that was never taught to refuse
     record = immunize(model, some_pairs(8), settings=SHORT.replace(lr=1e-5, epochs=4))
     assert len(record.steps) > 5
-    assert record.steps[0].terms["retain"].value > 2 * math.log(37)
+    assert record.steps[0].terms["harmless"].value > 2 * math.log(37)
 
 
 def test_bad_rows_are_refused_before_any_work():
@@ -320,7 +320,7 @@ def test_a_vaccine_adds_the_worst_small_shift():
     grads = torch.autograd.grad(loss, [outputs[name] for name in names])
     slope = torch.stack([grad.norm() for grad in grads]).norm().item()
     (side,) = VaccineDefense(Vaccine(rho=1e-5)).sides(model, batch, drawn())
-    rise = (side["retain"].value - loss).detach().item()
+    rise = (side["harmless"].value - loss).detach().item()
     assert rise == pytest.approx(1e-5 * slope, rel=1e-3)
     assert not any(block._forward_hooks for name, block in model.named_modules() if name in names)
 
@@ -387,7 +387,8 @@ def test_compact_states_train_as_adam_does_and_resume_to_the_same_bits(tmp_path)
     before = immunize(full, pairs, defense="safety-training", settings=SHORT.replace(states="full"))
     record = immunize(compact, pairs, defense="safety-training", settings=settings)
     assert record.settings["states"] == "compact"
-    gains = [each.steps[0].terms["retain"].value - each.steps[-1].terms["retain"].value for each in (before, record)]
+    losses = [[step.terms["harmless"].value for step in each.steps] for each in (before, record)]
+    gains = [each[0] - each[-1] for each in losses]
     assert gains[1] > 0.8 * gains[0] > 0
     moves = [tensors_of(each) - start for each in (full, compact)]
     assert torch.cosine_similarity(*moves, dim=0) > 0.8

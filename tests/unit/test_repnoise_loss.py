@@ -268,7 +268,7 @@ def test_the_reference_loss_is_the_published_one(family, pad):
     config = RepNoiseReference(alpha=1.5, beta=0.3)
     found = repnoise_loss(model, batch, config, generator=drawn())
     expected = published_loss(model, batch, 1.5, 0.3, drawn())
-    for one, other in zip((found.retain, found.noise, found.ascent, found.total), expected, strict=True):
+    for one, other in zip((found.harmless, found.noise, found.ascent, found.total), expected, strict=True):
         assert number(one) == pytest.approx(number(other), abs=1e-6)
     parameters = list(model.parameters())
     ours = torch.autograd.grad(found.total, parameters, retain_graph=True)
@@ -310,7 +310,7 @@ def test_the_corrected_loss_is_its_formula(family):
     bad = sum(sum(losses(pair.harmful, True)) for pair in pairs) / tokens / 4
     good = sum(losses(pair.harmless, False)[0] for pair in pairs) / sum(len(pair.chosen) for pair in pairs)
     assert number(found.ascent) == pytest.approx(math.log(1 + number(bad)), abs=1e-6)
-    assert number(found.retain) == pytest.approx(number(good), abs=1e-6)
+    assert number(found.harmless) == pytest.approx(number(good), abs=1e-6)
 
     outputs = {name: [] for name in parts.feed_forwards}
     for name, module in parts.feed_forwards.items():

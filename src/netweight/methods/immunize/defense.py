@@ -85,6 +85,6 @@ class Defense(Generic[S]):
         """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
         raise NotImplementedError
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Compute the loss of what is kept besides: by default the cross-entropy of the answers."""
         return {name: Term(losses.response_loss(model, batch, group))}

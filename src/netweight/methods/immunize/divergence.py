@@ -11,7 +11,7 @@ from torch import nn
 from netweight.hf.load_language_model import vocabulary_of
 from netweight.methods.immunize.gradients import TermLog
 
-_KEPT_TERMS = ("retain", "general")  # terms that must not diverge
+_RETAINED_TERMS = ("harmless", "retained")  # terms that must not diverge
 _PATIENCE = 5  # so many steps in a row may be far worse than guessing
 
 
@@ -31,7 +31,7 @@ class DivergenceMonitor:
                 return f"the term {name!r} is {term.value}"
         # A model that was never taught to refuse begins far above guessing: that is no divergence.
         first = self._first = self._first or terms
-        limits = {name: max(self._limit, 2 * first[name].value) for name in _KEPT_TERMS if name in terms}
+        limits = {name: max(self._limit, 2 * first[name].value) for name in _RETAINED_TERMS if name in terms}
         over = [name for name, limit in limits.items() if terms[name].value > limit]
         self.bad = self.bad + 1 if over else 0
         if self.bad >= _PATIENCE:

@@ -73,7 +73,7 @@ def immunize(
     Args:
         model: A causal language model that is called as those of transformers.
         pairs: At least one, each within the context.
-        retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "general".
+        retain: Examples of ability that is to be kept; at each step a batch of them joins the loss as "retained".
         defense: A defense's settings, its name (see docs/immunize.md), or a `Defense` of one's own.
         settings: How it is trained; None takes what the defense recommends.
         folder: Where checkpoints (see `checkpoint_every`) and finally the record are written, or a job that is open. A

@@ -44,5 +44,5 @@ class AdversarialLossDefense(Defense[AdversarialLoss]):
     name = "adversarial-loss"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield {"retain": Term(losses.response_loss(model, batch.harmless, batch.group))}
+        yield {"harmless": Term(losses.response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(losses.response_loss(model, batch.harmful, batch.group), -self.settings.alpha)}

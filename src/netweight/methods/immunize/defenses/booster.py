@@ -50,7 +50,7 @@ class BoosterDefense(MovesWeights[Booster]):
     name = "booster"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield self.retain_side(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
         weights = [value for value in model.parameters() if value.requires_grad]
         with drawing.same_draws_after(weights):
             loss = losses.response_loss(model, batch.harmful, batch.group)  # the same dropout as below

@@ -67,8 +67,8 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
         yield {
             "rerouting": Term(losses.mean_of_all(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)
         }
-        yield self.retain_side(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Return how far states moved at every depth."""
         return {name: Term(self.moved(model, batch, group)[1], self.settings.retention)}

@@ -71,7 +71,7 @@ class DistillationDefense(WithOriginal[Distillation]):
             yield
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield self.retain_side(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
         rows = round(self.settings.random_rows * len(batch.harmless.input_ids))
         if rows:
             like = batch.harmless.input_ids
@@ -80,7 +80,7 @@ class DistillationDefense(WithOriginal[Distillation]):
             ).to(like)
             yield self.retain_side(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Divergence from the original at every token."""
         target, output = (
             each.logits[losses.token_mask(batch)].float().log_softmax(-1) for each in self.both(model, batch)

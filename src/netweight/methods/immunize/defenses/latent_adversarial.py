@@ -70,7 +70,7 @@ class LatentAdversarialDefense(LooksAhead[LatentAdversarial]):
                 moved = shift.detach() - 2.5 * settings.bound / settings.search_steps * down
                 shifts[place] = moved * (settings.bound / moved.norm(dim=-1, keepdim=True).clamp(min=settings.bound))
         with steps.disturbed(model, shifts):  # what is kept besides weighs three times as much
-            yield {"retain": Term(losses.response_loss(model, batch.harmless, group), 1 / 3)}
+            yield {"harmless": Term(losses.response_loss(model, batch.harmless, group), 1 / 3)}
             yield {"harmful": Term(self.unlikely(model, batch.harmful, group), 1 / 3)}
 
     def unlikely(self, model: nn.Module, batch: Batch, group: ProcessGroup) -> Tensor:

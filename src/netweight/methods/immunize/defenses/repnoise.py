@@ -137,10 +137,10 @@ class RepNoiseDefense(Defense[RepNoise]):
             side["noise"] = Term(noise_term, settings.beta, settings.beta if balanced else None)
         yield side
         del noise_term, ascent, side, states  # with them goes the graph
-        yield {"retain": Term(retain_term(model, batch, settings))}
+        yield {"harmless": Term(harmless_term(model, batch, settings))}
 
 
-def retain_term(model: nn.Module, batch: PairBatch, settings: RepNoise) -> Tensor:
+def harmless_term(model: nn.Module, batch: PairBatch, settings: RepNoise) -> Tensor:
     """Cross-entropy of the harmless answers."""
     side = batch.harmless
     targets = _targets(batch, side, settings)

@@ -82,9 +82,9 @@ class RMUDefense(WithOriginal[RMU]):
         yield {
             "steering": Term(losses.mean_of_all((states - self.direction.to(states)).square().mean(-1), batch.group))
         }
-        yield self.retain_side(model, batch.harmless, batch.group, "retain")
+        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Squared distance from the original's states at every token."""
         with (
             hooks.capture(model, [self.place], gradients=True) as states,

@@ -37,4 +37,4 @@ class SafetyTrainingDefense(Defense[SafetyTraining]):
     name = "safety-training"
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield {"retain": Term(losses.response_loss(model, batch.harmless, batch.group))}
+        yield {"harmless": Term(losses.response_loss(model, batch.harmless, batch.group))}

@@ -60,10 +60,10 @@ class SelfDestructionDefense(MovesWeights[SelfDestruction]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         self._harmful = batch.harmful
-        yield {"retain": Term(losses.response_loss(model, batch.harmless, batch.group))}
+        yield {"harmless": Term(losses.response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(harmful_terms(model, batch, self.ascent, generator=generator)[1], -1.0)}
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""
         weights = [value for value in model.parameters() if value.requires_grad]
 

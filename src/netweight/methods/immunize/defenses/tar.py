@@ -60,7 +60,7 @@ class TARDefense(WithOriginal[TAR]):
 
     def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
         settings, group = self.settings, batch.group
-        yield self.retain_side(model, batch.harmless, group, "retain")
+        yield self.retain_side(model, batch.harmless, group, "harmless")
         weights = [value for value in model.parameters() if value.requires_grad]
         drawn = (0.1, 1.0, 2.0)[int(torch.randint(3, (), generator=generator))]
         attack = torch.optim.AdamW(weights, lr=settings.attack_lr * drawn)
@@ -81,7 +81,7 @@ class TARDefense(WithOriginal[TAR]):
                     weight = settings.strength * math.exp((step - settings.attack_steps) / 16)
                     yield {"uncertainty": Term(self.uncertainty(model, others, group), -weight)}
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "general") -> Side:
+    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
         """Cross-entropy of the answers, and how far states moved at every depth."""
         output, moved = self.moved(model, batch, group)
         return {

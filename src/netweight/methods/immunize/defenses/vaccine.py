@@ -84,4 +84,4 @@ class VaccineDefense(LooksAhead[Vaccine]):
         norm = norms[chosen.to(norms.device)].norm()
         # Hooks stay until the loss has gone backward.
         with steps.disturbed(model, {blocks[one]: self.settings.rho * grads[one] / norm for one in chosen.tolist()}):
-            yield {"retain": Term(losses.response_loss(model, batch.harmless, group))}
+            yield {"harmless": Term(losses.response_loss(model, batch.harmless, group))}
