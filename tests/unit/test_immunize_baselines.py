@@ -67,7 +67,7 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     with defense.preparation(model, seed=9):
         for value in model.parameters():
             value.data.mul_(1.05)
-        steering, retain = (
+        steering, harmless = (
             {name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn())
         )
         general = defense.retain_side(model, collate([pair.harmless for pair in pairs], pad_id=0), batch.group)
@@ -87,8 +87,8 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
                 into += [((one - other) ** 2).mean() for one, other in zip(here, there, strict=True)]
     assert steering["steering"].value.item() == pytest.approx(np.mean(forget), rel=1e-5)
     assert steering["steering"].weight == 1.0
-    assert retain["harmless"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
-    assert retain["harmless"].weight == general["retained"].weight == 3.0
+    assert harmless["harmless"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
+    assert harmless["harmless"].weight == general["retained"].weight == 3.0
     assert general["retained"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     with pytest.raises(Unsupported, match="rmu compares with the original model, which is kept only during"):
         defense.retain_side(model, batch.harmless, batch.group)
@@ -194,11 +194,11 @@ def test_t_vaccine_disturbs_the_blocks_that_harmful_answers_hang_on():
 def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
     model, pairs = decoder(layers=5).double(), some_pairs()
     original, batch = copy.deepcopy(model), collate_pairs(pairs, pad_id=0)
-    defense = CircuitBreakingDefense(CircuitBreaking(rerouting=2.0, held=3.0))
+    defense = CircuitBreakingDefense(CircuitBreaking(rerouting=2.0, retention=3.0))
     with defense.preparation(model, seed=0):
         for number, value in enumerate(model.parameters()):
             value.data += torch.randn(value.shape, generator=drawn(number)) * value.std()
-        rerouting, retain = defense.sides(model, batch, drawn())
+        rerouting, harmless = defense.sides(model, batch, drawn())
     alike, apart = [], []
     for pair in pairs:
         for answer in (pair.rejected, pair.chosen):
@@ -217,10 +217,10 @@ def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
             else:
                 apart += [np.sqrt(((one - other) ** 2).sum(-1)) for one, other in zip(here, there, strict=True)]
     assert rerouting["rerouting"].value.item() == pytest.approx(np.mean(alike), rel=1e-4)
-    assert retain["harmless"].value.item() == pytest.approx(
+    assert harmless["harmless"].value.item() == pytest.approx(
         np.concatenate([each.ravel() for each in apart]).mean(), rel=1e-4
     )
-    assert (rerouting["rerouting"].weight, retain["harmless"].weight) == (2.0, 3.0)
+    assert (rerouting["rerouting"].weight, harmless["harmless"].weight) == (2.0, 3.0)
 
 
 def test_latent_adversarial_training_meets_the_worst_disturbance_within_its_bound():
