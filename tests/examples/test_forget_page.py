@@ -1,4 +1,4 @@
-"""What docs/forget.md shows is run, on a small pipeline with random weights; its tables are those of results."""
+"""What docs/forget.md shows is run, on a small pipeline with random weights; tables of results are those of files."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
+RESULTS = PAGE.with_name("forget-results.md")
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -43,7 +44,7 @@ def test_the_commands_take_these_options():
 
 
 def test_the_tables_are_made_of_the_result_that_they_name():
-    text = PAGE.read_text()
+    text = RESULTS.read_text()
     file = re.search(r'forget.edits:page", "([\w./-]+\.json)"', text)[1]
     result = json.loads((PAGE.parents[1] / "benchmarks" / "results" / file).read_text())
     assert page(result) in text

@@ -1,6 +1,6 @@
 """The namings of LoRA files that exist, by architecture, and where diffusers reads them otherwise than the model means.
 
-The table in `docs/adapter-bank.md` is written from this list and from what the test of it finds.
+The table in `docs/lora-namings.md` is written from this list and from what the test of it finds.
 """
 
 from __future__ import annotations

@@ -155,7 +155,7 @@ def test_an_unknown_architecture_keeps_its_names(tmp_path):
 
 def test_the_page_has_the_table_of_families():
     """Set NETWEIGHT_WRITE_PAGES=1 to write the table anew."""
-    page = Path(__file__).parents[2] / "docs" / "adapter-bank.md"
+    page = Path(__file__).parents[2] / "docs" / "lora-namings.md"
     text = page.read_text(encoding="utf-8")
     head, begin, rest = text.partition("<!-- families: begin -->\n")
     _, end, tail = rest.partition("<!-- families: end -->")

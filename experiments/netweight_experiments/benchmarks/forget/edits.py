@@ -20,7 +20,7 @@ back       planted pictures that an attack brings back, and the steps until half
            no model was trained on are searched beside: their likeness is what a search paints by itself
 
 Work lies in `--work` and goes on where it was stopped. The output holds what `--results` of earlier runs hold of other
-trainings and methods as well; without a training these alone. `make figures` writes the tables of docs/forget.md.
+trainings and methods as well; without a training these alone. `make figures` writes the tables of the documentation.
 `--picture` writes a picture of each planted image beside what models generate for it, and what the strongest attack
 brought out of the last. `--pictures` searches for fewer of the planted ones, which the tables say.
 """
@@ -325,7 +325,7 @@ def above_another(back, other):
 
 
 def page(result):
-    """Return the tables of docs/forget.md, world by world."""
+    """Return the tables of docs/forget-results.md, world by world."""
     worlds = {}
     for each in result["results"]:
         worlds.setdefault(each.get("world", "captioned shapes"), []).append(each)

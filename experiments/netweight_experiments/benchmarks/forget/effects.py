@@ -156,7 +156,7 @@ def measured(name, what, job, blocks, seed, without):
 
 
 def page(result):
-    """Return the table of docs/forget.md. Trainings are what varies, and intervals are over them."""
+    """Return the table of docs/forget-results.md. Trainings are what varies, and intervals are over them."""
     results = result["results"]
     lines = [
         "| edit or mitigation | trainings | copies of the prompt's own picture, of 48 | copies of any memorized "
