@@ -11,13 +11,7 @@ from hypothesis import strategies as st
 from netweight.attacks.finetuning.attack import AttackResult, Evaluation
 from netweight.attacks.finetuning.costs import front, median_cost
 from netweight.attacks.finetuning.figures import score_figure, survival_figure
-from netweight.attacks.finetuning.report import (
-    ResistanceConfig,
-    attack_findings,
-    resistance_findings,
-    resistance_section,
-    resistance_verdict,
-)
+from netweight.attacks.finetuning.report import resistance_section
 from netweight.attacks.finetuning.resistance import (
     best_attack,
     best_attack_ratio,
@@ -25,6 +19,8 @@ from netweight.attacks.finetuning.resistance import (
     compare_attacks,
     same_attack_ratio,
 )
+from netweight.attacks.finetuning.resistance_findings import ResistanceConfig, attack_findings, resistance_findings
+from netweight.attacks.finetuning.resistance_verdict import resistance_verdict
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep

@@ -4,17 +4,15 @@ from typing import Any
 
 from netweight.registry import Attack, lazy
 
-_FOLDER = "netweight.attacks.finetuning.folder"
-
 FINETUNE: Attack[Any] = Attack(
     "finetune",
     lazy("netweight.attacks.finetuning.settings:FolderAttack"),
-    attack=lazy(f"{_FOLDER}:attack"),
+    attack=lazy("netweight.attacks.finetuning.folder:attack"),
     title="Fine-tuning attacks",
     summary="Fine-tune a language model on harmful rows, and report how many steps recover the behavior.",
     description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. 20 % of the "
     "prompts are held out to measure recovery. Without --base there is no control, and nothing is concluded. OUT "
     "receives attacks.jsonl, from which a second call continues, and a report.",
     example="netweight attack finetune defended --base my-model --harmful harmful.jsonl --out attacks",
-    check=lazy(f"{_FOLDER}:check"),
+    check=lazy("netweight.attacks.finetuning.folder_checks:check"),
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.attacks.finetuning.folder import attack_folders
-from netweight.attacks.finetuning.folder import check as check_finetuning
+from netweight.attacks.finetuning.folder_checks import check as check_finetuning
 from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
 from netweight.core.progress import Progress
