@@ -11,6 +11,7 @@ from federation_under_test import small_task
 
 from netweight.errors import UsageError
 from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedavg, train
+from netweight.methods.federate.aggregators.krum import MultiKrum
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.lies import Lying
@@ -77,10 +78,11 @@ def test_aggregates_are_flowers_own(low_rank: bool) -> None:
         {n: v.dense(state[n]) if isinstance(v, LowRank) else v for n, v in update.tensors.items()} for update in updates
     ]
     arrays = [([value.numpy() for value in one.values()], update.n) for one, update in zip(dense, updates, strict=True)]
-    far = Federation(most_norm=1e9, most_examples=1e9, liars=2)
+    far = Federation(most_norm=1e9, most_examples=1e9)
 
     def made(name: str) -> list[np.ndarray]:
-        (one,) = screen(sent, state, updates, far.replace(aggregator=name), round=1)[0]
+        expected = {} if name == "median" else {name: {"liars": 2}}
+        (one,) = screen(sent, state, updates, far.replace(aggregator=name, **expected), round=1)[0]
         found = one.tensors.items()
         return [(v.dense(state[n]) if isinstance(v, LowRank) else v).numpy() for n, v in found]
 
@@ -91,7 +93,7 @@ def test_aggregates_are_flowers_own(low_rank: bool) -> None:
     }.items():
         for mine, other in zip(made(name), wanted, strict=True):
             np.testing.assert_allclose(mine, other, atol=1e-5)
-    kept = screen(sent, state, updates, far.replace(aggregator="multi-krum"), round=1)[0]
+    kept = screen(sent, state, updates, far.replace(aggregator=MultiKrum(liars=2)), round=1)[0]
     assert len(kept) == 5
     if not low_rank:
         assert not screen(sent, state, updates, Federation(), round=1)[1]
@@ -116,7 +118,7 @@ def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
     assert kept[:3] == updates[:3]
     clipped = Federation(aggregator="clipped-mean")
     quiet, _ = screen(sent, state, updates, clipped, round=1)
-    noisy, _ = screen(sent, state, updates, clipped.replace(server_noise=0.5), round=1)
+    noisy, _ = screen(sent, state, updates, clipped.replace(clipped_mean={"noise": 0.5}), round=1)
     assert {one.n for one in quiet} == {1}  # claims that nobody vouches for do not count
     assert max(map(length, quiet)) == pytest.approx(sorted(map(length, updates))[2], rel=1e-4)
     assert len(noisy) == 1
@@ -126,8 +128,8 @@ def test_weights_and_norms_are_bounded_by_the_rounds_medians() -> None:
     assert "13 are registered" in suspects[3]
     influence = sorted(one.n * length(one) for one in known)
     assert influence[-1] == pytest.approx(influence[2], rel=1e-4)
-    with pytest.raises(UsageError, match="server_noise goes with"):
-        Federation(server_noise=0.5, aggregator="mean")
+    with pytest.raises(UsageError, match="clipped-mean: belongs to the aggregator 'clipped-mean'"):
+        Federation(clipped_mean={"noise": 0.5}, aggregator="mean")
 
 
 def test_nobody_is_named_where_noise_hides_all_directions() -> None:

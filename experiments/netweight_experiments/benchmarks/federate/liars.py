@@ -18,15 +18,15 @@ from argparse import Namespace
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 from netweight.methods.federate import Task, train
+from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.folder import FederationPlan, named_method
 from netweight.methods.federate.history import Round
 from netweight.methods.federate.lies import TARGET, triggered
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.settings import Aggregator, Federation, Lie, LocalTraining
+from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.store import open_store
 from netweight_experiments.benchmarks.script import fill
 
@@ -35,9 +35,10 @@ SUPPORT = Path("tests/support")
 
 def here(lie, aggregator, given, clients, liars, seed):
     """Train one cell in this process; return task, rounds and each client's weights."""
+    expected = {aggregator: {"liars": liars}} if "liars" in AGGREGATORS[aggregator].model_fields else {}
     plan = FederationPlan(
         data="fashion-mnist", method="fedavg", epochs=given.epochs, rounds=given.rounds, evaluate_every=given.rounds,
-        clients=clients, liars=liars, lie=lie, aggregator=aggregator, seed=seed,
+        clients=clients, liars=liars, lie=lie, aggregator=aggregator, seed=seed, **expected,
     )  # fmt: skip
     task = plan.task()
     done = train(task, plan.make_method(task), plan, workers=1)
@@ -152,7 +153,7 @@ def main(
     deployed: bool = False,
     federations: tuple[str, ...] = ("1/5", "2/10"),
     lies: tuple[Lie, ...] = ("knowing",),
-    aggregators: tuple[Aggregator, ...] = get_args(Aggregator),
+    aggregators: tuple[str, ...] = tuple(AGGREGATORS),
     output: Path,
 ):
     sizes = [tuple(int(part) for part in one.split("/")) for one in federations]

@@ -120,6 +120,9 @@ class _Request(Federation, _Clients):
     lie: Lie | None = Field(
         default=None, description="Simulate malicious clients of this kind; `liars` is their number."
     )
+    liars: Annotated[int, Cli(own=False)] = Field(
+        default=1, ge=1, description="Number of malicious clients that `lie` simulates."
+    )
 
     def check(self) -> None:
         """Refuse budgets that the method cannot keep, and rounds that cannot have enough updates."""
@@ -160,7 +163,7 @@ class FolderFederation(_Request):
             "aggregator", "most_norm", "most_examples",
         ),
         "Local training": ("epochs", "batch_size", "lr", "minimum_steps", "statistics"),
-        "Privacy": ("epsilon", "delta", "noise_multiplier", "noise", "clip", "server_noise", "refuse"),
+        "Privacy": ("epsilon", "delta", "noise_multiplier", "noise", "clip", "refuse"),
         "Malicious clients": ("lie", "liars"),
         "This machine": ("workers", "device"),
         "Audit": ("images", "search_steps"),
@@ -323,7 +326,8 @@ class FederationPlan(_Request):
         if self.lie is None:
             return method
         # Rules that shorten or sort leave nothing to gain from length; the others allow nearly `most_norm`.
-        reach = 0.95 * self.most_norm if self.aggregator in ("mean", "screened-mean") else 1.0
+        bounded = self.aggregator.bounds_to_median or self.aggregator.compares_values
+        reach = 1.0 if bounded else 0.95 * self.most_norm
         return Lying(method, self.lie, task.clients[-self.liars :], reach)
 
     def save(self, folder: Path) -> None:

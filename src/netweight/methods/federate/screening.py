@@ -16,7 +16,7 @@ from torch import Tensor
 
 from netweight.core import seeds
 from netweight.errors import UsageError
-from netweight.methods.federate.aggregators import RULES
+from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.changes import (
     OF_ALL,
@@ -29,11 +29,6 @@ from netweight.methods.federate.changes import (
 )
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import Tensors, Update
-
-# Rules that work where each client is sent something else.
-_WITHOUT_COMPARISON = ("mean", "screened-mean", "clipped-mean", "bounded-mean")
-# Rules under which nobody acts more than the median client.
-_TO_THE_MEDIAN = ("clipped-mean", "bounded-mean")
 
 
 def screen(
@@ -56,9 +51,10 @@ def screen(
     if not updates or not updates[0].tensors:
         return list(updates), {}
     alike = all(sent[one.client].get(name) is value for one in updates for name, value in state.items())
-    if not alike and settings.aggregator not in _WITHOUT_COMPARISON:
+    aggregator = settings.aggregator
+    if not alike and aggregator.compares_values:
         raise UsageError(
-            f"Each client is sent something else, so that {settings.aggregator} has nothing to compare.",
+            f"Each client is sent something else, so that {AGGREGATORS.name_of(aggregator)} has nothing to compare.",
             cure="Use the aggregator bounded-mean, clipped-mean or mean.",
         )
     suspects: dict[int, list[str]] = {one.client: [] for one in updates}
@@ -67,14 +63,14 @@ def screen(
     if alike and len(updates) > 2:
         for client, why in _odd_directions(state, bounded).items():
             suspects[client].append(why)
-    if settings.server_noise:  # with clipped-mean alone: one client moves the mean by at most its share of the bound
-        deviation = settings.server_noise * longest / sum(one.n for one in bounded)
+    if aggregator.noise_multiplier:  # one client moves the mean by at most its share of the bound
+        deviation = aggregator.noise_multiplier * longest / sum(one.n for one in bounded)
         bounded = [_noisy(state, bounded, deviation, seeds.derive(settings.seed, "server noise", round))]
-    if settings.aggregator == "screened-mean":
+    if aggregator.leaves_out_suspects:
         sound = [one for one in bounded if not suspects[one.client]]
         bounded = sound if 2 * len(sound) >= len(bounded) else bounded
     # Where each client is sent something else, its values are not those of others: the bounded updates are averaged.
-    joined = RULES[settings.aggregator](state, bounded, settings.liars) if alike else bounded
+    joined = aggregator.join(state, bounded) if alike else bounded
     return joined, {client: "; ".join(whys) for client, whys in suspects.items() if whys}
 
 
@@ -96,7 +92,7 @@ def _weighed(
             suspects[one.client].append(f"claims {one.n} examples; its weight is that of {weight}")
         else:
             weight = one.n
-        trusted = vouched is not None or settings.aggregator == "mean"
+        trusted = vouched is not None or settings.aggregator.trusts_examples
         weighed.append(replace(one, n=weight if trusted else 1))
     return weighed
 
@@ -108,7 +104,7 @@ def _bounded(
     norms: dict[int, float] = {}
     products = [one.n * length_of(sent[one.client], one, norms) for one in updates]
     usual = median(products)
-    longest = usual if settings.aggregator in _TO_THE_MEDIAN else usual * settings.most_norm
+    longest = usual if settings.aggregator.bounds_to_median else usual * settings.most_norm
     bounded = []
     for one, product in zip(updates, products, strict=True):
         if product > usual * settings.most_norm:

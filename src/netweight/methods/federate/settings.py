@@ -7,6 +7,8 @@ from typing import Annotated, Literal, final
 from pydantic import Field
 
 from netweight.errors import UsageError
+from netweight.methods.federate.aggregator import AggregatorSettings
+from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.settings import Cli, Settings
 
 Trains = Literal["head", "body", "both"]
@@ -27,9 +29,6 @@ Lie = Literal[
     "inner-product",
     "late-sybils",
     "hidden-backdoor",
-]
-Aggregator = Literal[
-    "bounded-mean", "mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum"
 ]
 
 
@@ -124,12 +123,8 @@ class Federation(Settings):
         default=3, ge=0, description="How often a round is repeated before the federation stops, with its state saved."
     )
     until_plateau: bool = Field(default=False, description="Stop once the accuracy no longer rises.")
-    aggregator: Aggregator = Field(default="bounded-mean", description="Aggregation rule for the clients' updates.")
-    liars: Annotated[int, Cli(own=False)] = Field(
-        default=1,
-        ge=1,
-        description="Number of malicious clients: of those that `lie` simulates, and that trimmed-mean, krum "
-        "and multi-krum expect.",
+    aggregator: Annotated[AggregatorSettings, AGGREGATORS] = Field(
+        "bounded-mean", validate_default=True, description="Aggregation rule for the clients' updates."
     )
     most_norm: Annotated[float, Cli(own=False)] = Field(
         default=3.0,
@@ -143,18 +138,6 @@ class Federation(Settings):
         description="Largest number of examples that a client may claim in the plain mean, as a multiple of the "
         "round's median; the other rules ignore claims.",
     )
-    server_noise: Annotated[float, Cli(own=False)] = Field(
-        default=0.0,
-        ge=0,
-        description="Standard deviation of the noise that the server adds to the clipped mean, as a multiple "
-        "of the clipping norm.",
-    )
-
-    def check(self) -> None:
-        """Refuse noise where nothing bounds what it is to hide."""
-        super().check()
-        if self.server_noise and self.aggregator != "clipped-mean":
-            raise UsageError("server_noise goes with the aggregator clipped-mean.")
 
     def sampled(self, clients: int) -> int:
         """Return how many of `clients` a round asks: the share `fraction`, rounded down, and at least one."""

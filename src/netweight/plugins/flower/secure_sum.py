@@ -37,6 +37,7 @@ from flwr.serverapp import Grid
 
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.methods.federate.rounds import Trial
 from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, fault_of_error, known_metrics
@@ -171,11 +172,11 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
             raise UsageError(
                 f"{rounds.method.name} sends each client something else, so that its updates cannot be summed."
             )
-        if (
-            settings.aggregator not in ("mean", "clipped-mean", "bounded-mean") and groups < 3
-        ):  # one sum is bounded by those before it
+        compares = settings.aggregator.compares_values or settings.aggregator.leaves_out_suspects
+        if compares and groups < 3:  # one sum is bounded by those before it
+            name = AGGREGATORS.name_of(settings.aggregator)
             raise UsageError(
-                f"The aggregator {settings.aggregator} compares single updates, which a secure sum hides.",
+                f"The aggregator {name} compares single updates, which a secure sum hides.",
                 cure="Use mean, or three groups.",
             )
         if len(trial.messages) > _MOST:

@@ -11,42 +11,60 @@ client's embedding moves other values of them, so that every honest value would 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from netweight.core.lazy import lazy_modules
+from netweight.methods.federate.aggregator import AggregatorSettings
 
-from netweight.methods.federate.averaging import average_tensor, median_of_whole_numbers
-from netweight.methods.federate.changes import as_matrix, changes, joint_update, row_blocks
-from netweight.methods.federate.updates import LowRank, Tensors, Update
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-SHARE = 5  # one client of so many is left out at either end
+    from netweight.methods.federate import averaging, changes
+    from netweight.methods.federate import updates as forms
+    from netweight.methods.federate.updates import Tensors, Update
+else:
+    averaging, changes, forms, torch = lazy_modules(
+        "netweight.methods.federate.averaging",
+        "netweight.methods.federate.changes",
+        "netweight.methods.federate.updates",
+        "torch",
+    )
+
+# One client of so many is left out at either end. The share is fixed, since nobody knows how many clients lie.
+SHARE = 5
 
 
-def bounded_mean(state: Tensors, updates: Sequence[Update], liars: int) -> list[Update]:
-    """Return the mean of each value without a fifth of the clients at either end, weighted by numbers of examples.
+class BoundedMean(AggregatorSettings):
+    """Average updates of at most the median length, without the extremes of each value."""
 
-    Args:
-        state: The server's tensors by name.
-        updates: The round's updates, of bounded length.
-        liars: Not used: the share is fixed, since nobody knows how many clients lie.
-    """
-    cut, total = len(updates) // SHARE, sum(update.n for update in updates)
-    if not cut:
-        return list(updates)
-    joint: dict[str, Tensor] = {}
-    for name, base in state.items():
-        values = [update.tensors[name] for update in updates]
-        if not base.is_floating_point():
-            joint[name] = median_of_whole_numbers(base, values)
-            continue
-        if 2 * sum(isinstance(value, LowRank) for value in values) > len(values):
-            joint[name] = average_tensor(base, values, [update.n / total for update in updates])
-            continue
-        joint[name] = base.clone()
-        matrix = as_matrix(joint[name])
-        weights = torch.tensor([update.n for update in updates]).to(base)[:, None]
-        for rows in row_blocks(matrix, len(updates)):
-            # What acts on a mean is a change times its weight, so that product is what has extremes.
-            middle = (changes(base, name, updates, rows) * weights).sort(dim=0).values[cut : len(updates) - cut]
-            matrix[rows] += (middle.mean(0) * (len(updates) / total)).view_as(matrix[rows])
-    return [joint_update(updates, joint)]
+    bounds_to_median = True
+
+    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+        """Return the mean of each value without a fifth of the clients at either end.
+
+        Args:
+            state: The server's tensors by name.
+            updates: The round's updates, of bounded length, weighted by numbers of examples.
+        """
+        cut, total = len(updates) // SHARE, sum(update.n for update in updates)
+        if not cut:
+            return list(updates)
+        joint: dict[str, Tensor] = {}
+        for name, base in state.items():
+            values = [update.tensors[name] for update in updates]
+            if not base.is_floating_point():
+                joint[name] = averaging.median_of_whole_numbers(base, values)
+                continue
+            if 2 * sum(isinstance(value, forms.LowRank) for value in values) > len(values):
+                joint[name] = averaging.average_tensor(base, values, [update.n / total for update in updates])
+                continue
+            joint[name] = base.clone()
+            matrix = changes.as_matrix(joint[name])
+            weights = torch.tensor([update.n for update in updates]).to(base)[:, None]
+            for rows in changes.row_blocks(matrix, len(updates)):
+                # What acts on a mean is a change times its weight, so that product is what has extremes.
+                ordered = (changes.changes(base, name, updates, rows) * weights).sort(dim=0).values
+                middle = ordered[cut : len(updates) - cut]
+                matrix[rows] += (middle.mean(0) * (len(updates) / total)).view_as(matrix[rows])
+        return [changes.joint_update(updates, joint)]

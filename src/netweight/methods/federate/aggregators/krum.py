@@ -3,30 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
+from pydantic import Field
 
-from netweight.methods.federate.changes import inner_products
-from netweight.methods.federate.updates import Tensors, Update
+from netweight.core.lazy import lazy_modules
+from netweight.methods.federate.aggregator import AggregatorSettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from netweight.methods.federate import changes
+    from netweight.methods.federate.updates import Tensors, Update
+else:
+    changes, torch = lazy_modules("netweight.methods.federate.changes", "torch")
 
 
-def krum(state: Tensors, updates: Sequence[Update], liars: int, *, keep: int = 1) -> list[Update]:
-    """Return the updates with the least sum of squared distances to their nearest neighbors.
+class Krum(AggregatorSettings):
+    """Take the one update that is nearest to most others."""
 
-    Args:
-        state: The server's tensors by name.
-        updates: The round's updates.
-        liars: How many liars are reckoned with; so many and two more are not neighbors.
-        keep: How many updates are returned.
-    """
-    gram = inner_products(state, updates)
+    compares_values = True
+
+    liars: int = Field(1, ge=1, description="Number of malicious clients that are expected.")
+
+    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+        """Return the update with the least sum of squared distances to its nearest neighbors.
+
+        Args:
+            state: The server's tensors by name.
+            updates: The round's updates, bounded.
+        """
+        return _nearest(state, updates, self.liars, 1)
+
+
+class MultiKrum(AggregatorSettings):
+    """Average the updates that are nearest to most others: all but as many as there may be malicious clients."""
+
+    compares_values = True
+
+    liars: int = Field(1, ge=1, description="Number of malicious clients that are expected.")
+
+    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+        """Return the updates with the least sums of squared distances to their nearest neighbors.
+
+        Args:
+            state: The server's tensors by name.
+            updates: The round's updates, bounded.
+        """
+        return _nearest(state, updates, self.liars, max(1, len(updates) - self.liars))
+
+
+def _nearest(state: Tensors, updates: Sequence[Update], liars: int, count: int) -> list[Update]:
+    """Return `count` updates; as many clients as may lie, and two more, do not count as neighbors of one."""
+    gram = changes.inner_products(state, updates)
     own = gram.diagonal()
     distances = (own[:, None] + own[None] - 2 * gram).clamp_min(0).fill_diagonal_(torch.inf)
     near = max(1, len(updates) - liars - 2)
     scores = distances.sort(dim=1).values[:, :near].sum(1)
-    return [updates[row] for row in scores.argsort(stable=True)[:keep].sort().values.tolist()]
-
-
-def multi_krum(state: Tensors, updates: Sequence[Update], liars: int) -> list[Update]:
-    """Return all updates but as many as there may be liars; arguments as for `krum`."""
-    return krum(state, updates, liars, keep=max(1, len(updates) - liars))
+    return [updates[row] for row in scores.argsort(stable=True)[:count].sort().values.tolist()]
