@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class NetweightError(Exception):
     """Base of all errors of this library.
@@ -93,9 +95,19 @@ class Unsupported(NetweightError):
 
 
 class CorruptBlob(NetweightError):
-    """Compressed bytes are damaged: truncated, altered, or not written by netweight at all."""
+    """Compressed bytes are damaged: truncated, altered, or not written by netweight at all.
+
+    Args:
+        message: What is wrong, naming the thing and the reason.
+        cure: What the reader can do about it; appended to the message.
+        file: Path of the file that the message names already, so that its reader does not name it again.
+    """
 
     exit_code = 3
+
+    def __init__(self, message: str, *, cure: str | None = None, file: Path | None = None) -> None:
+        super().__init__(message, cure=cure)
+        self.file = file
 
 
 class UnsafeInput(NetweightError):

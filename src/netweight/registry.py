@@ -491,6 +491,19 @@ def register(entry: Entry) -> None:
     _REGISTERED[entry.name] = entry
 
 
+def unregister(name: str) -> None:
+    """Remove what `register` added in this process, such as before a changed version of it is registered.
+
+    Raises:
+        NameNotFound: Nothing of this name was registered in this process.
+    """
+    if name not in _REGISTERED:
+        from netweight.core.names import not_found
+
+        raise not_found(f"No command {name!r} was registered in this process.", name, _REGISTERED)
+    del _REGISTERED[name]
+
+
 def points(group: str) -> list[EntryPoint]:
     """Return the entry points of a group, netweight's own first; nothing is imported."""
     points_of_group = entry_points(group=group)

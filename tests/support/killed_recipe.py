@@ -13,6 +13,9 @@ from pathlib import Path
 import toy_treatment
 
 from netweight.recipes import Plan, read_recipe, run
+from netweight.registry import register
+
+register(toy_treatment.REPEAT)
 
 
 class Calls(list):

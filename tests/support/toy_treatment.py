@@ -1,12 +1,13 @@
-"""A treatment small enough to see through, registered as a user would register one: it repeats a file's text."""
+"""A treatment small enough to see through: it repeats a file's text."""
 
+from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import Field
 
 from netweight.data.text_options import RowSource
 from netweight.errors import UsageError
-from netweight.registry import Method, register
+from netweight.registry import Method, register, unregister
 from netweight.report.finding import Column, Finding, Section, Table
 from netweight.settings import Settings
 
@@ -65,8 +66,18 @@ def start(subject, config, *, seed, progress):
     return Section("Start", [Finding("starts with the source", result.startswith(source), target=True, seeds=(seed,))])
 
 
-register(
-    Method(
-        "repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine=examine, check=check, reads=reads
-    )
+REPEAT = Method(
+    "repeat", RepeatConfig, repeat, {"length": length, "start": start}, examine=examine, check=check, reads=reads
 )
+
+
+@contextmanager
+def registered(*entries):
+    """Register the treatment and further entries as a user would, within a block: other tests do not see them."""
+    for entry in (REPEAT, *entries):
+        register(entry)
+    try:
+        yield
+    finally:
+        for entry in (REPEAT, *entries):
+            unregister(entry.name)

@@ -37,7 +37,7 @@ def test_every_command_exists_and_has_help(call, name):
         assert " ".join(commands()[name].line.split()) in " ".join(call("--help").stdout.split())
 
 
-@pytest.mark.parametrize("name", [name for name in commands() if not name.startswith("repeat")])
+@pytest.mark.parametrize("name", list(commands()))
 def test_every_registered_command_has_an_example_that_parses(name):
     """The options of an example exist, and it gives all that is required; the files of it need not."""
     registered = commands()[name]

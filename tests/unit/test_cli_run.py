@@ -24,7 +24,8 @@ def call(tmp_path, monkeypatch):
     def invoke(*arguments):
         return CliRunner().invoke(cli.netweight, ["run", "recipe.yaml", *arguments])
 
-    return invoke
+    with toy_treatment.registered():
+        yield invoke
 
 
 def test_a_plan_does_nothing(call, tmp_path):

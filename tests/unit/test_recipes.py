@@ -19,7 +19,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "subject").write_text("abc")
     toy_treatment.CALLS.clear()
-    return tmp_path
+    with toy_treatment.registered():
+        yield tmp_path
 
 
 def write(text):

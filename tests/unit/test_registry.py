@@ -26,7 +26,6 @@ from netweight.registry import (
     commands,
     known_attacks,
     known_methods,
-    register,
 )
 from netweight.report.finding import Finding, Section
 from netweight.settings import Settings
@@ -50,7 +49,7 @@ def guess(target, settings, progress):
     ]
 
 
-register(Attack("guess", GuessSettings, attack=guess, summary="Guess a letter.", title="Letters"))
+GUESS = Attack("guess", GuessSettings, attack=guess, summary="Guess a letter.", title="Letters")
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +58,8 @@ def here(tmp_path, monkeypatch):
     Path("subject").write_text("abc")
     SEEN.clear()
     toy_treatment.CALLS.clear()
+    with toy_treatment.registered(GUESS):
+        yield
 
 
 def test_an_attack_is_a_command_a_recipe_verb_and_a_call():

@@ -50,7 +50,15 @@ _ROLES = {
 
 
 class UnusableText(Exception):
-    """A value cannot be used as text; the message says why, to follow the name of a column."""
+    """A value cannot be used as text.
+
+    Args:
+        reasons: The reasons, each to follow the name of a column.
+    """
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = reasons
+        super().__init__("; ".join(reasons))
 
 
 def text_of(value: Any, name: str) -> Text:

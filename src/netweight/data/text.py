@@ -101,7 +101,7 @@ def text_pairs(
         try:
             prompt, chosen, rejected = _pair_of(row.values, layout, implicit=implicit)
         except UnusableText as error:
-            for reason in str(error).split("\n"):
+            for reason in error.reasons:
                 errors.add(row.where, reason)
             continue
         if chosen == rejected:
@@ -120,7 +120,7 @@ def _layout(rows: Rows, columns: Mapping[str, str] | None) -> Layout:
 
 
 def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tuple[Text, Text, Text]:
-    """Return the prompt and both answers of a row; the error of a row names all that is wrong, one a line."""
+    """Return the prompt and both answers of a row; the error of a row has all reasons."""
     readers: list[Callable[[], Text]] = [] if implicit else [lambda: layout.prompt(values)]
     for part in ("chosen", "rejected"):
         column = layout.columns[part]
@@ -130,9 +130,9 @@ def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tu
         try:
             texts.append(read())
         except UnusableText as error:
-            reasons.append(str(error))
+            reasons += error.reasons
     if reasons:
-        raise UnusableText("\n".join(reasons))
+        raise UnusableText(*reasons)
     prompt, chosen, rejected = _parted(texts[0], texts[1]) if implicit else texts
     answers = (without_prompt(chosen, prompt), without_prompt(rejected, prompt))
     if isinstance(answers[0], str) != isinstance(answers[1], str):

@@ -137,7 +137,7 @@ class StoredFile:
         try:
             _refuse_inflated(total, max(self.header.data_size, 1))
         except CorruptBlob as error:
-            raise CorruptBlob(f"{self.path}: {error.reason}", cure=error.cure) from error
+            raise CorruptBlob(f"{self.path}: {error.reason}", cure=error.cure, file=self.path) from error
         return total
 
     def __contains__(self, name: str) -> bool:
@@ -150,7 +150,9 @@ class StoredFile:
         note = None if self.description is None else self.description.base
         if note is None:
             raise CorruptBlob(
-                f"{self.path} contains a difference but does not name a base.", cure="Fetch the file again."
+                f"{self.path} contains a difference but does not name a base.",
+                cure="Fetch the file again.",
+                file=self.path,
             )
         path = self._given if self._given is not None else find_base(self.path, note)
         return Base(path, note.within, links=self._links)
@@ -175,13 +177,16 @@ class StoredFile:
                 f"{self.path}: tensor {name!r} is recorded as equal to {other!r} of "
                 f"{file.path}, which does not contain it.",
                 cure="Fetch both files again.",
+                file=self.path,
             )
         return file, other
 
     def _beside(self, name: str) -> StoredFile:
         if name not in self._siblings:
             if not (path := self.path.parent / name).is_file():
-                raise CorruptBlob(f"{self.path} needs {name} beside it, which is missing.", cure="Fetch it again.")
+                raise CorruptBlob(
+                    f"{self.path} needs {name} beside it, which is missing.", cure="Fetch it again.", file=self.path
+                )
             self._siblings[name] = StoredFile(path, base=self._given, links=self._links)
         return self._siblings[name]
 
@@ -230,7 +235,9 @@ class StoredFile:
         while (count := os.preadv(self._file, [out], at) if out.nbytes else 0) < out.nbytes:
             if not count:
                 raise CorruptBlob(
-                    f"{self.path} became shorter while it was read.", cure="Wait until it is complete, then try again."
+                    f"{self.path} became shorter while it was read.",
+                    cure="Wait until it is complete, then try again.",
+                    file=self.path,
                 )
             out, at = out[count:], at + count
 
@@ -247,7 +254,9 @@ class StoredFile:
             odd = {*names[len(self.description.starts) :], "of which only the digest is known"}
         if odd:
             raise CorruptBlob(
-                f"{self.path}: tensor {min(odd)!r} is stored or described, but not both.", cure="Fetch the file again."
+                f"{self.path}: tensor {min(odd)!r} is stored or described, but not both.",
+                cure="Fetch the file again.",
+                file=self.path,
             )
         return {name: stored[name] for name in names}
 
@@ -409,10 +418,10 @@ class StoredFile:
             yield
         except CorruptBlob as error:
             self._refuse_other_base(name)
-            if error.reason.startswith(str(self.path)):
+            if error.file == self.path:
                 raise
             cure = "The file is damaged: fetch or compress it again."
-            raise CorruptBlob(f"{self.path}, tensor {name!r}: {error.reason}", cure=cure) from error
+            raise CorruptBlob(f"{self.path}, tensor {name!r}: {error.reason}", cure=cure, file=self.path) from error
 
 
 @final

@@ -217,10 +217,12 @@ def exposure(
             if not observation.images.is_floating_point():
                 texts.append(_read(run, recovered.first, observation))
             if not observation.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
-                candidates, reasons = [Candidates("guess", _another(run, observation, seed), 0.0)], list[str]()
+                candidates, too_large = [Candidates("guess", _another(run, observation, seed), 0.0)], list[str]()
             else:
                 evidence = evidence_of(run, recovered, observation, threat, (low, high))
-                candidates, reasons = reconstruct(evidence, search or Search(), seed=seeds.derive(seed, "image", draw))
+                candidates, too_large = reconstruct(
+                    evidence, search or Search(), seed=seeds.derive(seed, "image", draw)
+                )
             truth, every = unit(observation.images), [unit(one.images) for one in candidates]
             place, original, image, quality = nearest_pair(every, truth, psnr)
         except Unsupported as reason:
@@ -235,7 +237,7 @@ def exposure(
             pairs.append((original, image))
             searches.append((candidates[place].attack, sum(one.seconds for one in candidates)))
             tried.update(dict.fromkeys(one.attack for one in candidates))
-            left_out.update(dict.fromkeys(reason for reason in reasons if "only up to" in reason))
+            left_out.update(dict.fromkeys(too_large))
         if work is not None:
             work.update(1)
     first, movement, given_anyway = zip(*cosines, strict=True)

@@ -43,6 +43,10 @@ from netweight.nn import ParameterLayout
 MOST_IMAGES, MOST_STEPS = 16, 8
 
 
+class OverLimit(Unsupported):
+    """An attack was left out because its input is larger than what it searches."""
+
+
 @final
 @dataclass(frozen=True)
 class Search:
@@ -99,7 +103,7 @@ class Candidates:
 
 
 def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[Candidates], list[str]]:
-    """Run every attack that fits; return what each made, and why the others were not run.
+    """Run every attack that fits.
 
     Args:
         evidence: What the server has.
@@ -112,6 +116,7 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
     if len(evidence.shape) != 3:
         raise Unsupported("The inputs are not images.")
     candidates: list[Candidates] = []
+    left_out: list[str] = []
     reasons: list[str] = []
     for name, attack in ATTACKS.items():
         began = time.process_time()
@@ -119,12 +124,13 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
             images = attack(evidence, search, seed)
         except NetweightError as reason:
             reasons.append(f"{name}: {reason}")
+            left_out += reasons[-1:] if isinstance(reason, OverLimit) else []
             continue
         if len(images):
             candidates.append(Candidates(name, images, time.process_time() - began))
     if not candidates:
         raise Unsupported("No attack could search images. " + " ".join(reasons))
-    return candidates, reasons
+    return candidates, left_out
 
 
 def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
@@ -160,7 +166,7 @@ def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
         raise Unsupported("The classifier stays with the client.")
     _refuse_large(evidence)
     if evidence.steps > MOST_STEPS:
-        raise Unsupported(f"{evidence.steps} local steps are not unrolled, only up to {MOST_STEPS}.")
+        raise OverLimit(f"{evidence.steps} local steps are not unrolled, only up to {MOST_STEPS}.")
     model = _with_constant_buffers(evidence.task)
     params = {name: evidence.message[name].detach() for name in names}
     observed = {name: evidence.answer[name].detach() - params[name] for name in names}
@@ -218,7 +224,7 @@ def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -
 
 def _refuse_large(evidence: Evidence) -> None:
     if evidence.images > MOST_IMAGES:
-        raise Unsupported(f"{evidence.images} images are not searched together, only up to {MOST_IMAGES}.")
+        raise OverLimit(f"{evidence.images} images are not searched together, only up to {MOST_IMAGES}.")
 
 
 class Halves(nn.Module):
