@@ -1,0 +1,1 @@
+"""Speed of two checkouts side by side."""
