@@ -1,5 +1,6 @@
 """A treatment small enough to see through: it repeats a file's text."""
 
+import multiprocessing
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -81,3 +82,8 @@ def registered(*entries):
     finally:
         for entry in (REPEAT, *entries):
             unregister(entry.name)
+
+
+# A process that runs a chapter of a recipe imports the module, which registers the treatment as a user's module would.
+if multiprocessing.parent_process() is not None:
+    register(REPEAT)

@@ -48,7 +48,7 @@ def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
     assert (tmp_path / "out" / "report.html").is_file()
     assert "done by an earlier run" in call().stdout
     data = json.loads(call("--json").stdout)
-    assert data["steps"][0]["remembered"] is True
+    assert data["steps"][0]["from_ledger"] is True
     assert data["steps"][0]["findings"]["length"][0]["value"] == 6
 
 
@@ -56,13 +56,14 @@ def test_a_plan_says_what_an_earlier_run_did(call):
     call()
     assert "   done by an earlier run\n" in call("--plan").stdout
     assert (
-        json.loads(call("--plan", "--json").stdout)["plan"]["steps"][0] | {"done": True, "to_audit": []}
+        json.loads(call("--plan", "--json").stdout)["plan"]["steps"][0] | {"finished": True, "to_audit": []}
         == (json.loads(call("--plan", "--json").stdout)["plan"]["steps"][0])
     )
 
 
 def test_the_schema_is_printed_without_a_recipe():
-    answer = CliRunner().invoke(cli.netweight, ["run", "--schema"])
+    with toy_treatment.registered():
+        answer = CliRunner().invoke(cli.netweight, ["run", "--schema"])
     assert answer.exit_code == 0
     assert {"compress", "repeat"} <= json.loads(answer.stdout)["$defs"].keys()
 

@@ -125,7 +125,8 @@ def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tu
     for part in ("chosen", "rejected"):
         column = layout.columns[part]
         readers.append(lambda column=column: text_of(values.get(column), column))  # type: ignore[misc]
-    texts, reasons = [], []
+    texts: list[Text] = []
+    reasons: list[str] = []
     for read in readers:
         try:
             texts.append(read())
