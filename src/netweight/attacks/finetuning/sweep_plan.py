@@ -25,19 +25,19 @@ from netweight.data.text_options import TextOptions
 from netweight.errors import UsageError
 from netweight.job import Job
 
-# Weights of a model that attacks train in float32 by default, at most.
+# Models with more weights than this are attacked in bfloat16 by default, the others in float32.
 MOST_IN_FLOAT32 = 10**9
-
-_FLUENCY_KEPT = 0.5  # of the base's share of different trigrams
-
-_SEARCH = {"batch_size": 32, "check_every": 2}  # of a search, where nothing else is asked for
-
-_SEARCH_STEPS = 200  # most steps on the base
-
-_FINAL_SEEDS = 5  # of each of a search's best attacks
-
+# An attack has recovered only with this share of the base's different trigrams.
+_FLUENCY_KEPT = 0.5
+# Batch size and steps between evaluations in a search, unless the user gives them.
+_SEARCH = {"batch_size": 32, "check_every": 2}
+# A search ends an attack on the base after so many steps.
+_SEARCH_STEPS = 200
+# The attack of the grid "single" has so many times the steps that determine its threshold on the base.
+_LONGER = 4
+# Each of a search's best attacks is repeated from so many seeds.
+_FINAL_SEEDS = 5
 _CONTROLS = ("random weights", "relearn ceiling")
-
 _FACTORY = "netweight.attacks.finetuning.subject_files:subject_from_files"
 
 
@@ -47,7 +47,6 @@ class SweepPlan:
     """Models and attacks of a sweep, and the criterion of success."""
 
     subjects: tuple[SubjectName, ...]
-_LONGER = 4  # times the steps that determine its threshold on the base: the attack of the grid "single"
     """All subjects; the base comes first, if there is one."""
     attacks: tuple[AttackSettings, ...]
     """Settings of the attacks that are made on every subject."""
