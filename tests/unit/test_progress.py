@@ -1,4 +1,5 @@
 import io
+import time
 
 import pytest
 
@@ -38,6 +39,27 @@ def test_elsewhere_lines_are_rare_and_plain():
     with Progress("plain", stream=stream, every=0).task("attacking", 2000, unit="updates") as task:
         task.update(1500)
     assert "attacking: 1,500 of 2,000 updates, about 00:00 left" in stream.getvalue()
+
+
+def test_long_units_are_reported_while_they_run():
+    lines = []
+    stream = io.StringIO()
+    progress = Progress("plain", stream=stream, every=0.2)
+    with progress.task("chapters", 2, unit="chapters"), progress.task("localize", 3, unit="prompts") as task:
+        while len(lines) < 2:
+            time.sleep(0.05)
+            lines = stream.getvalue().splitlines()
+        task.describe("localize (40 predictions)")
+        count = len(lines)
+        while len(lines) < count + 2:
+            time.sleep(0.05)
+            lines = stream.getvalue().splitlines()
+    assert lines[0].startswith("localize: 0 of 3 prompts in 00:0")
+    assert lines[-1].startswith("localize (40 predictions): 0 of 3 prompts in ")
+    assert not any("chapters" in line for line in lines)
+    closed = len(stream.getvalue())
+    time.sleep(0.5)
+    assert len(stream.getvalue()) == closed
 
 
 def test_quiet_is_silent_and_counts(capsys):

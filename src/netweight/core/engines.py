@@ -123,6 +123,7 @@ class _Parent:
     connection: Connection | None = None
     address: tuple[Any, bytes] | None = None  # where the parent listens, and the key that it asks for; None elsewhere
     index = 0  # of the item that the worker is at
+    lock = threading.Lock()
 
 
 def send_message(value: Any) -> None:
@@ -133,11 +134,12 @@ def send_message(value: Any) -> None:
     """
     if _Parent.address is None:
         return
-    if _Parent.connection is None:
-        address, key = _Parent.address
-        _Parent.connection = Client(address, authkey=key)
-    _Parent.connection.send((_Parent.index, value))
-    _Parent.connection.recv()
+    with _Parent.lock:  # progress is also reported from a thread of its own
+        if _Parent.connection is None:
+            address, key = _Parent.address
+            _Parent.connection = Client(address, authkey=key)
+        _Parent.connection.send((_Parent.index, value))
+        _Parent.connection.recv()
 
 
 def _exit_with_parent() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -52,8 +53,51 @@ class Event:
             return f"{self.description}: {_amount(self.done, self.unit)} in {tqdm.format_interval(self.seconds)}"
         done = _amount(self.done, self.unit) if self.unit == "B" else f"{self.done:,}"
         line = f"{self.description}: {done} of {_amount(self.total, self.unit)}"
+        if not self.done:
+            return f"{line} in {tqdm.format_interval(self.seconds)}"
         left = self.seconds_left
         return f"{line}, about {tqdm.format_interval(left)} left" if left else line
+
+
+class _Pulse:
+    """Reports, in the background, the newest open task of this process whenever no task has reported for its time.
+
+    A unit of work may take an hour (one memorized prompt, one client), during which nothing calls `update`.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._tasks: list[Task] = []
+        self._thread: threading.Thread | None = None
+        self.last = 0.0
+
+    def add(self, task: Task) -> None:
+        with self._lock:
+            if not self._tasks:
+                self.last = time.monotonic()
+            self._tasks.append(task)
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, daemon=True, name="netweight-progress")
+                self._thread.start()
+
+    def remove(self, task: Task) -> None:
+        with self._lock:
+            if task in self._tasks:
+                self._tasks.remove(task)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._thread = None
+                    return
+                task = self._tasks[-1]
+                if time.monotonic() - self.last >= task.every:
+                    task.report()
+            time.sleep(min(1.0, task.every / 4))
+
+
+_PULSE = _Pulse()
 
 
 @final
@@ -72,7 +116,7 @@ class Task:
         self.done = 0
         self._listener = listener if mode == "events" else self._print if mode == "plain" else None
         self._stream = stream
-        self._every = every
+        self.every = every
         self._started = self._last_line = time.monotonic()
         self._bar: tqdm[Any] | None = None
         if mode == "bar":
@@ -83,8 +127,13 @@ class Task:
         self.done += amount
         if self._bar is not None:
             self._bar.update(amount)
-        elif self._listener is not None and time.monotonic() - self._last_line >= self._every:
-            self._last_line = time.monotonic()
+        elif self._listener is not None and time.monotonic() - self._last_line >= self.every:
+            self.report()
+
+    def report(self) -> None:
+        """Print how far the work is, or pass it to the listener."""
+        if self._listener is not None:
+            self._last_line = _PULSE.last = time.monotonic()
             seconds = max(time.monotonic() - self._started, 1e-9)
             self._listener(Event(self.description, self.done, self.total, self.unit, seconds))
 
@@ -92,19 +141,22 @@ class Task:
         print(event, file=self._stream, flush=True)
 
     def describe(self, description: str) -> None:
-        """Change what the bar says is being worked on."""
+        """Change the description of the current work."""
         self.description = description
         if self._bar is not None:
             self._bar.set_description(description)
 
     def __enter__(self) -> Self:
         """Start the task."""
+        if self._listener is not None and self.every > 0:
+            _PULSE.add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take the bar away; an exception passes through."""
+        """End the task and remove its bar; an exception passes through."""
+        _PULSE.remove(self)
         if self._bar is not None:
             self._bar.close()
 
@@ -113,7 +165,8 @@ class Task:
 class Progress:
     """Display of progress; library code opens tasks on it."""
 
-    # `every`: least seconds between two plain lines, or events, of one task; shorter tasks print nothing.
+    # `every`: seconds between two plain lines, or events, of one task, also while no unit ends; shorter tasks print
+    # nothing. With 0, every update is reported, and nothing between two updates.
     # `listener`: gets events in place of lines, such as those of a worker process.
 
     def __init__(

@@ -159,10 +159,13 @@ def localize(
     def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:  # ledgers hold this name
         return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
 
+    def describe() -> None:
+        task.describe(f"localize ({predictions.rows:,} predictions of the first noise)")
+
     def engine(fn: Callable[..., Search[Any]], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
         """Search several prompts at a time; seconds are those since another one's search ended."""
         began = time.perf_counter()
-        for index, value in run_searches(map(fn, waiting), predictions, config.prompts):
+        for index, value in run_searches(map(fn, waiting), predictions, config.prompts, replied=describe):
             seconds, began = time.perf_counter() - began, time.perf_counter()
             if isinstance(value, Exception):
                 yield index, Outcome(None, "".join(traceback.format_exception(value)), seconds)

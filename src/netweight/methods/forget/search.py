@@ -141,9 +141,10 @@ Search: TypeAlias = Generator[Request, Reply, R]
 
 
 def run_searches(
-    searches: Iterable[Search[R]], predictions: Predictions, most: int
-) -> Iterator[tuple[int, R | Exception]]:
-    """Run searches to their ends, several at a time; yield the number and result of each."""
+    searches: Iterable[Search[R]], predictions: Predictions, most: int,
+    *, replied: Callable[[], object] = lambda: None,
+) -> Iterator[tuple[int, R | Exception]]:  # fmt: skip
+    """Run searches to their ends, `most` at a time; yield the number and result of each, call `replied` in between."""
     waiting = ((number, search, None) for number, search in enumerate(searches))
     ready: list[tuple[int, Search[R], Reply | Exception | None]] = list(islice(waiting, most))
     while ready:
@@ -164,6 +165,7 @@ def run_searches(
             ready.extend(islice(waiting, 1))  # the next search starts in this very loop
             yield number, result
         replies = predictions.reply([rows for _, _, rows in requests]) if requests else []
+        replied()
         ready = [(number, search, reply) for (number, search, _), reply in zip(requests, replies, strict=True)]
 
 
@@ -176,6 +178,7 @@ class Predictions:
         self.masks = RowMasks(model.denoiser, layers)  # reads prompts
         self._noise, self._timestep = first_step(model, config)
         self._batches = Batches(most_rows(model, config.rows))
+        self.rows = 0
 
     def reply(self, requests: Sequence[Request]) -> list[Reply | Exception]:
         """Reply to several searches together; an error stays with those whose rows alone raise it."""
@@ -188,6 +191,7 @@ class Predictions:
 
     def _together(self, requests: Sequence[Request]) -> Iterator[Reply]:
         before, calls = clock(), self._batches.calls
+        self.rows += sum(map(len, requests))
         differences = self._differences([row for rows in requests for row in rows])
         cost = {name: value - before[name] for name, value in clock().items()}
         cost["calls"] = self._batches.calls - calls
