@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import inspect
 import shlex
+import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar, final
@@ -506,13 +508,19 @@ def unregister(name: str) -> None:
 
 def points(group: str) -> list[EntryPoint]:
     """Return the entry points of a group, netweight's own first; nothing is imported."""
-    points_of_group = entry_points(group=group)
-    return sorted(points_of_group, key=lambda point: not is_own(point))
+    return _points(group, tuple(sys.path))
+
+
+@cache
+def _points(group: str, path: tuple[str, ...]) -> list[EntryPoint]:
+    """Return the entry points of a group in the folders of a search path, which takes milliseconds to read."""
+    return sorted(entry_points(group=group), key=lambda point: not is_own(point))
 
 
 def is_own(point: EntryPoint) -> bool:
     """Return whether an entry point is netweight's own, which can be loaded at no cost."""
-    return point.dist is not None and point.dist.name == "netweight"
+    # The distribution's name would say so, too, but reading it parses the whole description of the package.
+    return point.module.partition(".")[0] == "netweight"
 
 
 def loaded(point: EntryPoint) -> tuple[Entry, ...]:

@@ -99,6 +99,12 @@ def _lines() -> dict[str, str]:
     return {**_foreign(), **{entry.name.split()[0]: line_of(entry) for entry in registered()}, **own}
 
 
+def _words() -> set[str]:
+    """Every first word of a command; nothing is imported."""
+    brought = {point.name for point in points(METHODS)} | {entry.name.split()[0] for entry in registered()}
+    return {*OWN, ATTACK.name, *brought}
+
+
 def _installed(name: str) -> bool:
     return importlib.util.find_spec(NEEDS[name][0]) is not None
 
@@ -142,7 +148,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Find the command that was asked for; an unknown one is answered with the nearest names."""
-        if args and not args[0].startswith("-") and args[0] not in {**OWN, **_lines()}:
+        if args and not args[0].startswith("-") and args[0] not in _words():
             from netweight.core.names import nearest
 
             ctx.fail(f"There is no command {args[0]!r}. {nearest(args[0], _lines())}")

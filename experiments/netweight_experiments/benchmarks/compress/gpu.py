@@ -38,7 +38,7 @@ from netweight_experiments.benchmarks.compress.gpu_cells import (
     random_training,
     real_generation,
     real_loading,
-    real_training,
+    trained_in_every_way,
     unsupported_card,
 )
 
@@ -78,7 +78,7 @@ def cells_of(visit: Visit) -> list[Cell]:
                  partial(real_generation, batch=batch))
             for batch in (visit.batches[:1] if visit.dry_run else BATCHES)
         ),
-        Cell("real model, training", "losses equal to LOMO's to the last bit", 90, real_training),
+        Cell("real model, training", "losses equal to LOMO's to the last bit", 90, trained_in_every_way),
         Cell("random 8B, fixed-length", f"{random}; 24 % saved; window >= 0.95", 120,
              partial(random_inference, way="fixed")),
         Cell("random 8B, codec", f"{random}; 32 % saved; window >= 0.95", 120, partial(random_inference, way="codec")),
