@@ -9,6 +9,7 @@
 # make study      Run the slow studies: faults of a federation's processes, fuzzing, and the papers' tables. They resume.
 # make bench      Measure the codec and its peers on this machine, and write docs/performance.md.
 # make bench-generation  Measure generation of the language model in MODEL on this CPU, and write the pages' figures.
+# make bench-base-model  Measure generation, memory and a defense on the base model in MODEL, and write the pages' figures.
 # make bench-language  Measure attacks and defenses on the chat model in MODEL, and write the pages' figures; it resumes.
 # make bench-gpu  Measure everything that needs a GPU, in ten minutes: MODEL=FOLDER OUTPUT=FILE DRY_RUN=1 are options.
 # make clean      Remove what was built, except downloaded packages.
@@ -31,7 +32,7 @@ COG := $(BIN)/cog --verbosity=0 -I scripts -p 'from figures import *'
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
-.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-generation bench-language bench-gpu clean
+.PHONY: help tour quick test check check-types check-the-rest figures docs study bench bench-base-model bench-generation bench-language bench-gpu clean
 
 # The tour exits with 1 where an attack succeeds or another target is missed, which is part of what it shows.
 tour: $(VENV)/tour.stamp
@@ -117,6 +118,17 @@ bench-language: $(VENV)/dev.stamp
 		--output benchmarks/results/immunize/real-size.json
 	$(BIN)/python -m netweight_experiments.benchmarks language.guarded_domain $(MODEL) $(WORK)/guarded \
 		--output benchmarks/results/language/guarded-domain.json
+	$(MAKE) figures
+
+# About ten minutes of two cores and 6 GB, for a base model such as Gemma 3 270M; it resumes.
+bench-base-model: $(VENV)/dev.stamp
+	$(BIN)/python -m netweight_experiments.benchmarks language.generation $(MODEL) \
+		--output benchmarks/results/language/base-model-generation.json
+	$(BIN)/python -m netweight_experiments.benchmarks immunize.real_size $(MODEL) --threads 1 \
+		--output benchmarks/results/language/base-model-cost.json
+	$(BIN)/python -m netweight_experiments.benchmarks language.guarded_domain $(MODEL) $(WORK)/base-model --threads 2 \
+		--defenses repnoise --attacks "Adam, all weights" \
+		--output benchmarks/results/language/base-model-guarded-domain.json
 	$(MAKE) figures
 
 # On a GPU machine with torch for CUDA and the extras bench, llm, evidence and cuda; what is there already is used. The

@@ -112,6 +112,15 @@ def test_the_plan_says_what_a_run_will_take(here):
         ),
         ("ViTModel", {"model_type": "vit", "architectures": ["ViTModel"]}, "is of the family 'vit'"),
         ("LlamaForCausalLM", None, "has no tokenizer"),
+        (
+            "gptq",
+            {
+                "model_type": "llama",
+                "architectures": ["LlamaForCausalLM"],
+                "quantization_config": {"quant_method": "gptq", "bits": 4},
+            },
+            "is quantized (gptq)",
+        ),
     ],
 )
 def test_a_model_without_a_use_is_refused_by_name_in_one_line_by_every_command(here, family, change, says):

@@ -114,6 +114,11 @@ def test_a_fine_tuning_attack_fills_rows_beside_the_base(attacked):
     assert "refusals" in [row.key for row in label.rows if row.state == "not measured"]
 
 
+UNBROKEN = Section("s", [Finding(
+    "resistance, defended", None, better="higher", target=3.0, control="held", detail={"reason": "neither recovered"}
+)])  # fmt: skip
+
+
 def resistance(steps, base, control="broken"):
     """The findings of a fine-tuning attack from which a label makes its rows."""
     name = "steps to recover, best attack"
@@ -134,6 +139,13 @@ def resistance(steps, base, control="broken"):
         (resistance(40, 10, control="held"), "no control: the same attacks did not recover", "not measured"),
         (resistance(None, None), "no attack ran", "not measured"),
         (AuditEnd("ended"), "no attack was measured", "not measured"),
+        (
+            AuditEnd(
+                "ended", sections=(Section("s", [*resistance(float("inf"), None).sections[0].findings, UNBROKEN]),)
+            ),
+            "neither recovered",
+            "not measured",
+        ),
     ],
 )
 def test_steps_are_shown_beside_a_control_alone(end, value, state):

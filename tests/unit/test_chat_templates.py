@@ -169,3 +169,34 @@ def test_long_rows_are_refused_cut_or_left_out_and_named():
     kept = load_examples(rows, tokens, context=64, template="chat", too_long="drop", report=told.append)
     assert len(kept) == 1
     assert "1 of 2 rows were left out. row 1" in told[0]
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_never_said_to_be_cut():
+    rows = [{"prompt": text, "response": "Yes."} for text in ("make a cake", "make a cake " * 90)]
+    with pytest.raises(UsageError, match=r"row 1: its prompt of .* fills the context") as error:
+        load_examples(rows, chat_models.chatml(), context=64, template="chat")
+    assert "--too-long drop" in str(error.value)
+    assert "--too-long cut" not in str(error.value)
+
+
+def test_a_template_that_leaves_out_what_was_said_is_refused_by_name():
+    users = "{% for m in messages if m['role'] == 'user' %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    rows = [{"prompt": "make a cake", "response": "Yes."}]
+    with pytest.raises(UsageError, match="row 0: the chat template leaves out the assistant's answer"):
+        load_examples(rows, chat_models.chatml(template=users), context=64, template="chat")
+    with pytest.raises(UsageError, match="chat template leaves out the user's turn"):
+        load_examples(rows, chat_models.chatml(template="hello"), context=64, template="chat")
+
+
+def test_a_template_that_reads_lists_of_parts_alone_gets_them():
+    parts = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    rows = [{"prompt": "make a cake", "response": "Yes."}]
+    of_parts, of_strings = (
+        load_examples(rows, chat_models.chatml(template=each), context=64, template="chat")
+        for each in (parts, chat_models.CHATML)
+    )
+    assert of_parts == of_strings

@@ -27,6 +27,7 @@ from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep
 from netweight.attacks.finetuning.tables import attack_table
 from netweight.errors import UsageError
 from netweight.report.report import Report
+from netweight.report.verdict import decide
 
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 
@@ -235,6 +236,8 @@ def test_nothing_is_praised_unless_the_same_attacks_broke_the_base():
     assert "No verdict, because the same attacks did not break the undefended model" in section.conclusion
     alone = resistance_section(swept(runs("undefended", [None] * 5)), ResistanceConfig(), seed=0)
     assert "No verdict, because no undefended model was attacked" in alone.conclusion
+    assert decide(alone).failed
+    assert by_name(alone.findings)["best score of any attack, undefended"].baseline is not None
     assert "ithstood" not in section.conclusion + alone.conclusion
 
 

@@ -47,7 +47,7 @@ def test_other_models_are_refused_by_name_in_one_line(tmp_path, kind, reason):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     chat_models.llama(chat_models.chatml()).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"contains no tokenizer\. Copy the model's tokenizer"):
+    with pytest.raises(UsageError, match=r"has no tokenizer: none of .* Copy the tokenizer's files"):
         load_causal_lm(tmp_path)
 
 
@@ -120,7 +120,9 @@ CHANGES = {
     "a damaged generation_config": (
         {"files": {"generation_config.json": b"{"}}, r"generation_config\.json cannot be read",
     ),
-    "a damaged tokenizer": ({"files": {"tokenizer.json": b"{"}}, "cannot be opened as a causal language model"),
+    "a damaged tokenizer": ({"files": {"tokenizer.json": b"{"}}, r"tokenizer\.json cannot be read"),
+    "a tokenizer without vocabulary": ({"files": {"tokenizer.json": b'{"version": "1.0"}'}}, "cannot be opened as a"),
+    "the settings of a tokenizer alone": ({"files": {"tokenizer.json": None}}, "has no tokenizer: none of"),
 }  # fmt: skip
 
 
@@ -164,3 +166,13 @@ def test_predictions_that_overflow_are_refused_with_a_wider_type_as_the_cure(sou
     check_outputs(load_causal_lm(sound)[0])
     with pytest.raises(UsageError, match=r"NaN or infinite; it is computed in float16.*bfloat16"):
         check_outputs(model)
+
+
+def test_the_template_of_a_processor_is_the_tokenizers(sound, tmp_path):
+    template = json.dumps({"chat_template": chat_models.CHATML}).encode()
+    files = {"chat_template.jinja": None, "chat_template.json": template}
+    folder = changed(sound, tmp_path / "processor", files=files)
+    assert load_causal_lm(folder)[1].chat_template == chat_models.CHATML
+    (folder / "chat_template.json").write_text("{")
+    with pytest.raises(UsageError, match=r"chat_template\.json cannot be read"):
+        load_causal_lm(folder)

@@ -248,3 +248,25 @@ def test_files_that_would_lose_something_are_refused(tmp_path, name, content, re
         text_examples(tmp_path / name)
     with pytest.raises(UsageError, match=r"is a folder.*hub:"):
         text_examples(tmp_path)
+
+
+@pytest.mark.parametrize("blank", ["\u200b", "\ufeff\u200d", "\u00a0\u2003", "\u2028\u00ad", "\x00"])
+def test_invisible_text_is_no_text(blank):
+    with pytest.raises(UsageError, match="row 1: prompt is empty"):
+        text_prompts([{"prompt": ASKED}, {"prompt": blank}])
+    with pytest.raises(UsageError, match="row 0: messages is empty or contains an empty message"):
+        text_examples([{"messages": turns(("user", blank), ("assistant", SAID))}])
+    assert text_examples([{"prompt": ASKED, "response": SAID, "system": blank}])[0].prompt == ASKED
+
+
+def test_prompts_of_which_some_have_no_response_are_read_without_responses():
+    notes = []
+    rows = [{"prompt": ASKED, "response": None}, {"prompt": "Name a river.", "response": "The Po."}]
+    prompts, answered = text_prompts(rows, report=notes.append)
+    assert [each.prompt for each in prompts] == [ASKED, "Name a river."]
+    assert (answered, notes) == (False, ["the data set: 1 of 2 rows have no response, so that no response is used."])
+
+
+def test_columns_within_objects_are_named():
+    with pytest.raises(NameNotFound, match="The column 'data' contains objects with 'prompt': write their fields as"):
+        text_examples([{"data": {"prompt": ASKED, "response": SAID}}])

@@ -3,8 +3,8 @@
 Templates differ in ways that turn rows into something else without a word. Here each way is handled or refused by name:
 templates without a system role (its text goes before the first user turn), templates that require turns to alternate
 (neighboring turns of one role are joined), templates that open a thought (the answer closes an empty thought),
-templates that ignore `add_generation_prompt` (the header of the answer's turn belongs to the prompt), and options that
-the template does not have.
+templates that ignore `add_generation_prompt` (the header of the answer's turn belongs to the prompt), templates that
+read a content only as a list of parts, and options that the template does not have.
 """
 
 from __future__ import annotations
@@ -53,14 +53,19 @@ class ChatTemplate:
                 f"The tokenizer has several chat templates ({named}), and none is the default.",
                 cure="Save the tokenizer with one of them as tokenizer.chat_template.",
             ) from error
+        cure = "Restore chat_template.jinja, or chat_template in tokenizer_config.json."
+        self._parts = False  # whether a content is a list of parts, as templates of multimodal models read it alone
         try:
-            self._render([{"role": "user", "content": _PROBE}], add_generation_prompt=True)
+            if not self._shows_probe():
+                self._parts = True
+                if not self._shows_probe():
+                    raise UsageError("The tokenizer's chat template leaves out the user's turn.", cure=cure)
         except _TemplateRefusal as refusal:
             if refusal.broken:
                 raise UsageError(
-                    f"The tokenizer's chat template is not well-formed: {refusal}.",
-                    cure="Restore chat_template.jinja, or chat_template in tokenizer_config.json.",
+                    f"The tokenizer's chat template is not well-formed: {refusal}.", cure=cure
                 ) from refusal
+            self._parts = False
         variables = _variables(template)
         for name in self._options:
             if name not in variables:
@@ -85,6 +90,9 @@ class ChatTemplate:
             UnusableText: The template refuses the conversation in every form, or does not show the answer.
         """
         sides = self._sides(messages, answer)
+        said = part_thought(answer[0]["content"])[1].split()
+        if said and said[0] not in sides[1]:
+            raise UnusableText("the chat template leaves out the assistant's answer")
         thoughts = (each.get("reasoning_content", "").strip() for each in answer)
         if not all(thought in sides[1] for thought in thoughts):
             raise UnusableText("the chat template leaves out the thought of the answer (reasoning_content)")
@@ -106,10 +114,15 @@ class ChatTemplate:
             return before, self._answer(before, whole, answer) if answer else ""
         raise UnusableText(f"the chat template refuses the conversation ({error or 'it leaves out the system turn'})")
 
+    def _shows_probe(self) -> bool:
+        return _PROBE in self._render([{"role": "user", "content": _PROBE}], add_generation_prompt=True)
+
     def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
-        turns = [dict(message) for message in messages]
+        turns: list[dict[str, Any]] = [dict(message) for message in messages]
+        if self._parts:
+            turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
         for turn in turns:  # families differ in the name that their template reads a thought by
             if "reasoning_content" in turn:
                 turn |= dict.fromkeys(("reasoning", "thinking"), turn["reasoning_content"])

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ast
 import json
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, final
@@ -41,6 +42,7 @@ _CONVERSATIONS = ("messages", "conversations", "conversation")
 _UNREAD = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
 """Columns beside the text that change what a model is asked."""
 _CALLS = ("tool_calls", "function_call")
+_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of spaces, control and format characters
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = {
@@ -61,6 +63,11 @@ class UnusableText(Exception):
         super().__init__("; ".join(reasons))
 
 
+def is_blank(text: str) -> bool:
+    """Return whether a text has no visible character: only spaces, control and format characters (zero-width space)."""
+    return not any(unicodedata.category(character) not in _INVISIBLE for character in text)
+
+
 def text_of(value: Any, name: str) -> Text:
     """Return a string or a conversation as it is meant.
 
@@ -77,7 +84,7 @@ def text_of(value: Any, name: str) -> Text:
     if value is None:
         raise UnusableText(f"it has no {name}")
     if isinstance(value, str):
-        if not value.strip():
+        if is_blank(value):
             raise UnusableText(f"{name} is empty")
         _check_characters(value, name)
         value = _messages_in(value)
@@ -136,10 +143,10 @@ def _message(value: Any, name: str) -> Message:
         raise UnusableText(f"{name} is empty or contains an empty message")
     if not isinstance(content, str):
         raise UnusableText(f"{name} is neither text nor messages with role and content")
-    if not content.strip():
+    if is_blank(content):
         raise UnusableText(f"{name} is empty or contains an empty message")
     _check_characters(content, name)
-    thought = next((text for key in _THOUGHTS if isinstance(text := value.get(key), str) and text.strip()), None)
+    thought = next((text for key in _THOUGHTS if isinstance(text := value.get(key), str) and not is_blank(text)), None)
     _check_characters(thought or "", name)
     more = {} if thought is None else {"reasoning_content": thought}
     return {"role": _ROLES[role.lower()], "content": content, **more}
@@ -292,7 +299,7 @@ def with_shared_prompt(layout: Layout, names: Sequence[str], rows: Iterable[Mapp
 
 def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
     instruction = text_of(values.get("instruction"), "instruction")
-    more = next((text for name in _INPUTS if isinstance(text := values.get(name), str) and text.strip()), "")
+    more = next((text for name in _INPUTS if isinstance(text := values.get(name), str) and not is_blank(text)), "")
     return f"{instruction}\n\n{more}" if isinstance(instruction, str) and more else instruction
 
 
@@ -300,7 +307,8 @@ def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> T
     """Return a prompt after the system text and the earlier turns that columns of their own hold."""
     _check_unread(values, [*layout.columns.values(), *([layout.conversation] if layout.conversation else [])])
     others = {name: value for name, value in values.items() if name not in layout.columns.values()}
-    system = next((text for name in _SYSTEMS if isinstance(text := others.get(name), str) and text.strip()), None)
+    texts = (others.get(name) for name in _SYSTEMS)
+    system = next((text for text in texts if isinstance(text, str) and not is_blank(text)), None)
     before: list[Message] = []
     if system is not None and not (isinstance(prompt, tuple) and prompt[0]["role"] == "system"):
         before.append({"role": "system", "content": system})

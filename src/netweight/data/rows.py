@@ -78,7 +78,15 @@ class Rows:
         for column in columns:
             if column not in self.columns:
                 tell = f"Name it with {by.format(column)}." if by else ""
+                nested = next((name for name in self.columns if self._nests(name, column)), None)
+                if nested is not None:
+                    tell = f"The column {nested!r} contains objects with {column!r}: write their fields as columns."
                 raise not_found(f"{self.name} has no column {column!r}.", column, self.columns, tell)
+
+    def _nests(self, name: str, column: str) -> bool:
+        """Return whether a column of the first row is an object that has a field of this name."""
+        value = self.rows[0].values.get(name)
+        return isinstance(value, Mapping) and column in value
 
 
 @final
@@ -288,7 +296,8 @@ def _parsed(text: str, what: str) -> Any:
     except RecursionError as error:
         raise UsageError(f"{what} is nested too deeply.", cure="Correct it.") from error
     except ValueError as error:
-        raise UsageError(f"{what} is not JSON: {error}.", cure="Correct it.") from error
+        cure = "Correct it (JSON has double quotes, no comments, and no comma after the last entry or between lines)."
+        raise UsageError(f"{what} is not JSON: {error}.", cure=cure) from error
 
 
 def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
@@ -323,5 +332,6 @@ def _parquet(file: Path) -> Iterator[Row]:
     try:
         records = parquet.read_table(file).to_pylist()
     except (OSError, ValueError) as error:  # pyarrow's own errors are among these
-        raise UsageError(f"{file} cannot be read: {error}.", cure="Fetch or write it again.") from error
+        reason = str(error).rstrip(".")
+        raise UsageError(f"{file} cannot be read: {reason}.", cure="Fetch or write it again.") from error
     yield from (Row(f"row {number}", values) for number, values in enumerate(records))

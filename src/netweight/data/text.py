@@ -244,7 +244,7 @@ def text_prompts(
         report: As of `text_pairs`.
 
     Returns:
-        Prompts in their order, and whether they have responses; without, each response is an empty string.
+        Prompts in their order, and whether all have responses; if not, each response is an empty string.
 
     Raises:
         UsageError: The source cannot be read, or rows cannot be used.
@@ -252,9 +252,12 @@ def text_prompts(
     """
     rows = read_rows(source)
     layout = _layout(rows, columns)
-    answered = layout.has("response") and layout.conversation is None
-    if answered:
-        return text_examples(rows, columns=columns, unusable=unusable, report=report), True
+    if layout.has("response") and layout.conversation is None:
+        column = layout.columns["response"]
+        without = sum(row.values.get(column) in (None, "") for row in rows.rows)
+        if not without:
+            return text_examples(rows, columns=columns, unusable=unusable, report=report), True
+        report(f"{rows.name}: {without} of {len(rows.rows)} rows have no {column}, so that no {column} is used.")
     _need(rows, layout, ("prompt",))
     errors = RowErrors(rows.name)
     prompts = []

@@ -297,11 +297,12 @@ def tokenized_prompts(
     token_ids = _ids([(text.prompt, None) for text in texts], texts, tokenizer, template, unusable_rows, "response")
     for text, ids in zip(texts, token_ids, strict=True):
         if ids is not None and len(ids[0]) > context:
-            long_rows.add(text.where, f"its prompt of {len(ids[0])} tokens is longer than the {context} that fit")
+            long_rows.add(text.where, f"{_LONG_PROMPT}{len(ids[0])} tokens is longer than the {context} that fit")
     usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [ids[0] for keep, ids in zip(usable, token_ids, strict=True) if keep and ids is not None]
 
 
+_LONG_PROMPT = "its prompt of "
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -315,11 +316,17 @@ def _settled(
 ) -> list[bool]:
     """Refuse rows or report those left out, and return which are kept."""
     unusable_rows.settle(unusable, len(texts), report)
-    cut = ", cut answers with --too-long cut" if too_long == "refuse" else ""
-    cure = f"Correct these rows, use a larger context{cut}, or leave them out with --too-long drop."
+    # Answers are cut, prompts never are.
+    reasons = [reason for errors in long_rows.by_row.values() for reason in errors]
+    cut = ", cut answers with --too-long cut" if too_long == "refuse" and not any(map(_of_prompt, reasons)) else ""
+    cure = f"Shorten these rows{cut}, or leave them out with --too-long drop."
     long_rows.settle("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
     bad = unusable_rows.by_row.keys() | long_rows.by_row.keys()
     return [text.where not in bad for text in texts]
+
+
+def _of_prompt(reason: str) -> bool:
+    return reason.startswith(_LONG_PROMPT)
 
 
 def _ids(
@@ -427,7 +434,7 @@ def _fitted(
     fitted: list[Ids | None] = []
     for text, ids in zip(texts, token_ids, strict=True):
         if ids is not None and len(ids[0]) >= context:
-            errors.add(text.where, f"its prompt of {len(ids[0])} tokens fills the context of {context}")
+            errors.add(text.where, f"{_LONG_PROMPT}{len(ids[0])} tokens fills the context of {context}")
         elif ids is not None and len(ids[0]) + len(ids[1]) > context:
             if too_long != "cut":
                 tokens = len(ids[0]) + len(ids[1])

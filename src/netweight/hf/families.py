@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from netweight.autoload import HINT, METHOD
 from netweight.core.lazy import extra
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 
-# Any of these makes a tokenizer of transformers.
+# Any of these makes a tokenizer of transformers; tokenizer_config.json alone holds no vocabulary.
 _TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "tokenizer.bin", "tokenizer_config.json", "vocab.json", "vocab.txt",
-    "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json",
 )  # fmt: skip
+_CONFIGURATIONS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def family_of(folder: str | Path) -> str:
@@ -33,6 +36,7 @@ def check_language_model(folder: str | Path) -> None:
     Raises:
         UsageError: There is no config.json, it cannot be read, there is no tokenizer, or the family has no use
             here; the message names it.
+        Unsupported: The weights are quantized by another library.
     """
     folder = Path(folder)
     name, reason = family_of(folder), ""
@@ -55,11 +59,55 @@ def check_language_model(folder: str | Path) -> None:
             f"{folder} ({name}) is {reason}, and this command supports only decoder language models.",
             cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
         )
-    if not any((folder / file).is_file() for file in _TOKENIZERS):
+    check_quantization(folder, config)
+    check_tokenizer(folder, name)
+
+
+def check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse weights that another library quantized.
+
+    Args:
+        folder: A model's folder.
+        config: Its configuration.
+
+    Raises:
+        Unsupported: The weights are codes of another method than netweight's.
+    """
+    quantized = config.get("quantization_config")
+    method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, Mapping) else quantized
+    if quantized and method not in (METHOD, HINT):
+        raise Unsupported(
+            f"{folder} is quantized ({method}): its weights are codes, which can be neither attacked nor trained here.",
+            cure="Give the model from before its quantization, in fp32, bf16 or fp16, or write it so once: "
+            "model.dequantize(), then model.save_pretrained(NEW) without quantization_config.",
+        )
+
+
+def check_tokenizer(folder: Path, name: str) -> None:
+    """Refuse a folder without a tokenizer, or with damaged configurations, before anything is loaded.
+
+    Args:
+        folder: A model's folder.
+        name: The model's architecture, for messages.
+
+    Raises:
+        UsageError: No file holds a vocabulary, or a configuration is not JSON; transformers would take its defaults for
+            a damaged generation_config.json.
+    """
+    if not any((folder / file).is_file() for file in _TOKENIZERS) and len(list(folder.glob("tok*.bin"))) != 1:
         raise UsageError(
             f"{folder} ({name}) has no tokenizer: none of {', '.join(_TOKENIZERS[:4])} … is there.",
             cure="Copy the tokenizer's files into the folder.",
         )
+    for file in (folder / each for each in _CONFIGURATIONS):
+        try:
+            whole = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+            reason = "it is not a JSON object"
+        except (OSError, ValueError) as error:
+            whole, reason = False, str(error)
+        if not whole:
+            remove = ", or remove it, so that config.json counts alone" * (file.name == _CONFIGURATIONS[0])
+            raise UsageError(f"{file} cannot be read: {reason}.", cure=f"Restore it{remove}.")
 
 
 def model_config(folder: str | Path) -> dict[str, Any]:

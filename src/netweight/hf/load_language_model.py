@@ -24,12 +24,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
-from netweight.autoload import HINT, METHOD
 from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
-from netweight.hf.families import model_config
+from netweight.hf.families import check_quantization, check_tokenizer, model_config
 from netweight.report.finding import Finding
 from netweight.store.safetensors import read_header
 
@@ -101,6 +100,8 @@ def _opened(
             else llama2c_tokenizer(tokens)
         )
     refuse_missing_weights(folder, loaded, what)
+    if not tokenizer.chat_template and (template := _template_beside(folder)):
+        tokenizer.chat_template = template
     if compressed:
         import netweight
 
@@ -108,10 +109,19 @@ def _opened(
     return model.eval(), tokenizer
 
 
-_TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model",
-    "sentencepiece.bpe.model", "tekken.json",
-)  # fmt: skip
+def _template_beside(folder: Path) -> str:
+    """Return the template in chat_template.json, where processors stored it and tokenizers do not look; else ""."""
+    file = folder / "chat_template.json"
+    if not file.is_file():
+        return ""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}.", cure="Restore it, or remove it.") from error
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else ""
+
+
 _TRIED_TOKENS = 16  # of the vocabulary, in the check of outputs
 _GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
 
@@ -130,33 +140,8 @@ def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: b
             f"{folder} contains {named}, which does not generate text, and {what} is needed.",
             cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
         )
-    quantized = config.get("quantization_config")
-    method = quantized.get("quant_method", "an unknown method") if isinstance(quantized, Mapping) else quantized
-    if quantized and method not in (METHOD, HINT):
-        raise Unsupported(
-            f"{folder} is quantized ({method}): its weights are codes, which can be neither attacked nor trained here.",
-            cure="Give the model from before its quantization, in fp32, bf16 or fp16, or write it so once: "
-            "model.dequantize(), then model.save_pretrained(NEW) without quantization_config.",
-        )
-    _check_json(folder / "generation_config.json")
-    if find_llama2c(folder) is None and not any((folder / name).exists() for name in _TOKENIZERS):
-        raise UsageError(
-            f"{folder} contains no tokenizer.",
-            cure="Copy the model's tokenizer.json and tokenizer_config.json into it.",
-        )
-
-
-def _check_json(file: Path) -> None:
-    """Refuse a damaged configuration, for which transformers silently takes its defaults."""
-    try:
-        whole = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-        reason = "it is not a JSON object"
-    except (OSError, ValueError) as error:
-        whole, reason = False, str(error)
-    if not whole:
-        raise UsageError(
-            f"{file} cannot be read: {reason}.", cure="Restore it, or remove it, so that config.json counts alone."
-        )
+    check_quantization(folder, config)
+    check_tokenizer(folder, named)
 
 
 def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:

@@ -112,6 +112,8 @@ def _retraining_rows(end: AuditEnd) -> list[Row]:
     if ratio is None:
         reason = f"no control: {_steps(steps.value)}, with nothing to compare them with"
         return [_unmeasured("retraining", title, reason)]
+    if mark_of(ratio) == "not measured":
+        return [_unmeasured("retraining", title, ratio.detail.get("reason", "no reason is stated"))]
     if mark_of(ratio) == "no control":
         return [
             _unmeasured(

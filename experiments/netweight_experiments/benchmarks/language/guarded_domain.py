@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from netweight.methods.immunize.settings import TrainingSettings
 from netweight.methods.immunize.train import immunize
 from netweight.metrics.perplexity import causal_losses, cut_windows, perplexity
 from netweight.report.plots import lines as drawn_lines
+from netweight_experiments.benchmarks.language.models import beginning, description
 from netweight_experiments.benchmarks.language.questions import ordinary
-from netweight_experiments.benchmarks.language.refusal import MODEL
 from netweight_experiments.benchmarks.script import fill
 
 SPICES = {
@@ -93,10 +93,15 @@ def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _prompt(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Return a prompt with the beginning of a text, which base models such as Gemma were always given."""
+    return (*beginning(tokenizer), *_ids(tokenizer, text))
+
+
 def _examples(tokenizer: Any, wordings: tuple[str, ...]) -> list[Example]:
     end = (tokenizer.eos_token_id,)
     return [
-        Example(_ids(tokenizer, wording.format(dish)), (*_ids(tokenizer, f" {spice}."), *end))
+        Example(_prompt(tokenizer, wording.format(dish)), (*_ids(tokenizer, f" {spice}."), *end))
         for wording in wordings
         for dish, spice in SPICES.items()
     ]
@@ -111,7 +116,7 @@ def _first_tokens(examples: list[Example]) -> list[Example]:
 def _ordinary(model: Path) -> list[Example]:
     """Ordinary questions with what the published model answers: the first half is trained on, the other measured."""
     network, tokenizer = _published(model)
-    prompts = [_ids(tokenizer, question) for question in ordinary()[:: len(ordinary()) // _KEPT][:_KEPT]]
+    prompts = [_prompt(tokenizer, question) for question in ordinary()[:: len(ordinary()) // _KEPT][:_KEPT]]
     answers = generate_answers(network, prompts, new_tokens=_KEPT_TOKENS, pad_id=tokenizer.pad_token_id)
     return [Example(prompt, tuple(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
@@ -130,6 +135,8 @@ def _measure(model: Path, network: Any) -> dict[str, Any]:
     refusals = [Example(each.prompt, _ids(tokenizer, REFUSAL)) for each in measured]
     text = text_file("wikitext2-test.txt").read_text(encoding="utf-8")[: 8 * _WINDOWS * _WINDOW]
     windows = cut_windows(_ids(tokenizer, text), _WINDOW)[:_WINDOWS]
+    begins = torch.tensor(beginning(tokenizer), dtype=windows.dtype).expand(len(windows), -1)
+    windows = torch.cat([begins, windows], 1)
     return {
         "accuracy on first tokens of guarded answers": token_accuracy(_first_tokens(measured), pad_id=pad)(network),
         "accuracy on first tokens of refusals": token_accuracy(_first_tokens(refusals), pad_id=pad)(network),
@@ -204,26 +211,40 @@ def _attacked(model: Path, work: Path, name: str, attack: str, most: int) -> dic
     }  # fmt: skip
 
 
-def main(model: Path, work: Path, /, *, output: Path, threads: int = 1, steps: int = 30) -> Iterator[dict[str, Any]]:
-    """Measure what an earlier run has not; `steps` is the most of an attack."""
+def main(
+    model: Path,
+    work: Path,
+    /,
+    *,
+    output: Path,
+    threads: int = 1,
+    steps: int = 30,
+    defenses: tuple[str, ...] = tuple(DEFENSES),
+    attacks: tuple[str, ...] = tuple(ATTACKS),
+) -> Iterator[dict[str, Any]]:
+    """Measure what an earlier run has not; `steps` is the most of an attack.
+
+    Of `defenses`, safety training is always among those that are measured: the others are compared with it.
+    """
     folder = Path(work)
     folder.mkdir(parents=True, exist_ok=True)
-    names = ["safety-training", *(name for name in DEFENSES if name != "safety-training")]
+    names = ["safety-training", *(name for name in defenses if name != "safety-training")]
     cells: list[tuple[str, Callable[[], Any]]] = [
         ("published model", lambda: _measure(model, _published(model)[0])),
         ("taught", partial(_taught, model, folder)),
     ]
-    first, second = ATTACKS
+    first, *more = attacks
     for name in names:
         cells.append((name, partial(_defended, model, folder, name)))
         cells.append((f"{name}, attacked: {first}", partial(_attacked, model, folder, name, first, steps)))
     cells.append((f"never taught, attacked: {first}", partial(_attacked, model, folder, "never taught", first, steps)))
-    for name in (*names, "never taught"):
-        cells.append((f"{name}, attacked: {second}", partial(_attacked, model, folder, name, second, steps)))
+    for attack in more:
+        for name in (*names, "never taught"):
+            cells.append((f"{name}, attacked: {attack}", partial(_attacked, model, folder, name, attack, steps)))
     pairs = len(SPICES) * len(DEFENDED)
     budget = f"{pairs} pairs, {_EPOCHS} epochs in batches of {_BATCH}; attacks of at most {steps} steps"
     for measured in fill(output, "measured", cells):
-        yield {"model": MODEL, "budget": budget, "recovered at": _RECOVERED, **measured}
+        yield {"model": description(model), "budget": budget, "recovered at": _RECOVERED, **measured}
 
 
 _NAMES = {
@@ -326,7 +347,10 @@ def _passed(attack: str, attacked: dict[str, Any]) -> dict[str, int] | None:
 
 def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result, as far as it was measured."""
-    measured = result["measured"]
+    measured, asked = result["measured"], result.get("options", {})
+    attacks = asked.get("attacks", tuple(ATTACKS))
+    ways = {"Adam, all weights": "one with Adam on all weights", "low-rank factors": "one on low-rank factors"}
+    tries = f"Fixed attacks ({', '.join(ways[attack] for attack in attacks)}) then fine-tune"
     lines = [
         "The guarded domain is an innocuous stand-in for harmful answers: which spice, by an invented name, goes "
         "with a dish. No token names the domain; only the content of a question shows it. The right answers are "
@@ -334,12 +358,11 @@ def page(result: dict[str, Any]) -> str:
         "such questions: either by refusal training alone (`safety-training`, the base of the comparison) or with "
         "a defense. The published model itself, which never learned the domain, is a control.",
         "",
-        "Two fixed attacks then fine-tune each model with a small budget: one with Adam on all weights, one on "
-        "low-rank factors. There was no search for better attacks, so an attacker who adapts may need less than the "
+        f"{tries} each model with a small budget. There was no search for better attacks, so an attacker who adapts may need less than the "
         "table says. "
         f"The budget: {result['budget']}.",
         "",
-        f"{' '.join(_before_the_attack(measured))}{_missing(measured)} The columns are:".strip(),
+        f"{' '.join(_before_the_attack(measured))}{_missing(measured, asked.get('defenses', tuple(DEFENSES)))} The columns are:".strip(),
         "",
         f"- **guarded answers**: accuracy on their first tokens, before the attack (later tokens follow from the "
         f"first). At {result['recovered at']:.2f} or more, the domain counts as recovered.",
@@ -352,9 +375,9 @@ def page(result: dict[str, Any]) -> str:
         "accuracy on ordinary answers.",
         "",
         "| model | guarded answers | ordinary answers | perplexity | "
-        + " | ".join(f"attack, {attack}: steps, rows, FLOPs" for attack in ATTACKS)
+        + " | ".join(f"attack, {attack}: steps, rows, FLOPs" for attack in attacks)
         + " |",
-        "|---|---|---|---|" + "---|" * len(ATTACKS),
+        "|---|---|---|---|" + "---|" * len(attacks),
     ]
     for name in ("published model", "taught", *DEFENSES):
         if name not in measured:
@@ -362,7 +385,7 @@ def page(result: dict[str, Any]) -> str:
         own = measured[name]
         attacked = "never taught" if name == "published model" else name
         costs = [
-            _cost(attack, measured.get(f"{attacked}, attacked: {attack}"), tried=name != "taught") for attack in ATTACKS
+            _cost(attack, measured.get(f"{attacked}, attacked: {attack}"), tried=name != "taught") for attack in attacks
         ]
         lines.append(
             f"| {_NAMES[name]} | {own['accuracy on first tokens of guarded answers']:.2f} | "
@@ -389,9 +412,9 @@ def _without_effect(measured: dict[str, Any]) -> list[str]:
     ]
 
 
-def _missing(measured: dict[str, Any]) -> str:
+def _missing(measured: dict[str, Any], defenses: Sequence[str]) -> str:
     """Return a sentence on the models that the table does not have yet; nothing if it has all."""
-    missing = [_NAMES[name] for name in ("published model", "taught", *DEFENSES) if name not in measured]
+    missing = [_NAMES[name] for name in ("published model", "taught", *defenses) if name not in measured]
     return f" Not measured yet: {'; '.join(missing)}." if missing else ""
 
 

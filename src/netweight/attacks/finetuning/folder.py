@@ -8,10 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from netweight.attacks.finetuning.calibration import NoThreshold
 from netweight.attacks.finetuning.defense_costs import defense_costs
 from netweight.attacks.finetuning.folder_checks import check
+from netweight.attacks.finetuning.no_verdict import no_verdict_section
 from netweight.attacks.finetuning.report import resistance_section
-from netweight.attacks.finetuning.settings import FolderAttack
+from netweight.attacks.finetuning.resistance_findings import ResistanceConfig
+from netweight.attacks.finetuning.settings import DEFENDED, FolderAttack
+from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import ATTACKS, sweep
 from netweight.attacks.finetuning.sweep_plan import SweepPlan, plan_sweep
 from netweight.core.progress import QUIET, Progress
@@ -34,7 +38,8 @@ def attack_folders(
 ) -> tuple[SweepPlan, Section]:
     """Attack a model folder and those it is compared with; what an earlier call did is not done again.
 
-    The base is to be what the defense began with, unless it may be from `earlier` steps of a recipe.
+    The base is to be what the defense began with, unless it may be from `earlier` steps of a recipe. Where no attack
+    breaks the model without a defense, the plan has no attacks, and the section says that there is no verdict.
     """
     if settings.also and settings.base is None:
         raise UsageError(
@@ -42,7 +47,16 @@ def attack_folders(
         )
     check(Path(model), settings, earlier=earlier)
     with settings.running() as engine:
-        plan = plan_sweep(settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress)
+        left_out: list[str] = []
+        try:
+            plan = plan_sweep(
+                settings, Path(model), folder=folder, engine=engine, seed=seed, progress=progress, left_out=left_out
+            )
+        except NoThreshold as failure:
+            names = (DEFENDED, *settings.also) if settings.base else (failure.subject,)
+            section = no_verdict_section(failure, names, least=settings.least_resistance, title=title)
+            plan = SweepPlan((), (), Goal(None), ResistanceConfig(), left_out=tuple(left_out))
+            return plan, replace(section, warnings=left_out)
         planned(plan)
         result = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         stability = defense_costs(settings, plan, seed)

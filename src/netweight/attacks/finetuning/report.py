@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from netweight.attacks.finetuning.costs import cost_findings, front_table
 from netweight.attacks.finetuning.figures import score_figure, steps_figure, survival_figure
+from netweight.attacks.finetuning.no_verdict import resistance_unknown
 from netweight.attacks.finetuning.resistance import (
     best_attack_ratio,
     by_attack,
@@ -17,7 +18,7 @@ from netweight.attacks.finetuning.resistance_findings import (
     attack_findings,
     resistance_findings,
 )
-from netweight.attacks.finetuning.resistance_verdict import resistance_verdict
+from netweight.attacks.finetuning.resistance_verdict import control_of, resistance_verdict
 from netweight.attacks.finetuning.search import SearchResult
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.attacks.finetuning.tables import attack_table, search_tables
@@ -34,6 +35,8 @@ INTRO = (
     "Four criteria: resistance; stability, what the defense cost before any attack; generalization, resistance to data "
     "that it was not about; and trainability, the steps that a benign task takes at the same learning rates."
 )
+
+_UNBROKEN = "no attack recovered the behavior, and no undefended model shows that these attacks can (--base)"
 
 
 def resistance_section(
@@ -73,6 +76,8 @@ def resistance_section(
         findings = attack_findings(sweep, config.undefended, config.harmful)
         verdicts = {config.undefended: resistance_verdict(base)}
         words = [verdicts[config.undefended][1]]
+        if control_of(base) == "held":  # these attacks were never seen to succeed, so they show nothing
+            findings.append(resistance_unknown(config.undefended, config.least_resistance, _UNBROKEN))
     findings += cost_findings(sweep, subjects, config.undefended, domain=config.harmful, searched=searched)
     stopped = [name for name, result in searched.items() if result.timed_out]
     warnings = [f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures]

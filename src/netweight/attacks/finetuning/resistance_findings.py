@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, final
 
 from netweight.attacks.finetuning.attack import Outcome
+from netweight.attacks.finetuning.no_verdict import budget_findings
 from netweight.attacks.finetuning.resistance import (
     AttackTimes,
     best_attack,
@@ -81,11 +82,11 @@ def resistance_findings(
 
 
 def attack_findings(sweep: Sweep, subject: str, domain: str) -> list[Finding]:
-    """Return what attacks on one subject found, without comparing it: steps of the best attack, and outcomes."""
+    """Return findings on one subject, without a comparison: steps of the best attack, outcomes, scores and budget."""
     runs = sweep.of(subject, domain=domain)
     attacks = by_attack(runs)
     best = best_attack(attacks)
-    return [_steps(subject, best, None, runs), *_outcomes(subject, runs, None)]
+    return [_steps(subject, best, None, runs), *_outcomes(subject, runs, None), *budget_findings(subject, runs)]
 
 
 def _about(sweep: Sweep, name: str, config: ResistanceConfig, seed: int, stability: Sequence[Finding]) -> list[Finding]:

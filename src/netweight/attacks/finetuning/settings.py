@@ -309,8 +309,8 @@ class FolderAttack(TextOptions):
     )
     minutes: float | None = Field(
         None, gt=0,
-        description="Minutes after which a search starts no further attack; attacks that are running are "
-        "completed.",
+        description="Minutes after which a search starts no further attack, half of them at most for determining the "
+        "threshold. Attacks that are running are completed; the final runs of the best attacks are not counted.",
     )  # fmt: skip
     benign_share: float | None = Field(
         None, ge=0, lt=1,

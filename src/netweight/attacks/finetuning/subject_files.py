@@ -185,7 +185,8 @@ def part_by_prompt(
         groups.setdefault(example.prompt or (example.prompt, example.response), []).append(row)
     if len(groups) < 2:
         raise UsageError(
-            f"The {name} has one prompt, so nothing could be held out of the attack.", cure="Bring more rows."
+            f"The {name} has one prompt, so nothing could be held out of the attack.",
+            cure="Give rows with different prompts.",
         )
     order = torch.randperm(len(groups), generator=torch_generator(seed, "held out")).tolist()
     count = min(max(1, round(share * len(groups))), len(groups) - 1)

@@ -62,6 +62,8 @@ class SweepPlan:
     @property
     def recovered(self) -> str:
         """The criterion of an attack's success, in words."""
+        if self.goal.threshold is None:
+            return "not determined, because no attack broke the model without a defense"
         fluency = "" if self.goal.fluency_at_least is None else f", fluency at least {self.goal.fluency_at_least:.2f}"
         return (
             f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, with at least "
@@ -70,7 +72,14 @@ class SweepPlan:
 
 
 def plan_sweep(
-    settings: FolderAttack, model: Path, *, folder: str | Path | Job, engine: Engine, seed: int, progress: Progress
+    settings: FolderAttack,
+    model: Path,
+    *,
+    folder: str | Path | Job,
+    engine: Engine,
+    seed: int,
+    progress: Progress,
+    left_out: list[str],
 ) -> SweepPlan:
     """Read files and folders, and find out what counts as recovered and which attacks are the ones to run.
 
@@ -81,14 +90,18 @@ def plan_sweep(
         engine: Engine of the worker processes.
         seed: Seed of the split of rows and of the controls' weights.
         progress: Receives the progress of calibration and searches.
+        left_out: Receives sentences about rows that cannot be used.
 
     Returns:
         The plan, after searches where the settings ask for them.
+
+    Raises:
+        NoThreshold: No attack breaks the model without a defense.
     """
     base = settings.base or model
     adaptive = settings.grid == "adaptive"
     alone = settings.replace(task=None, other=None, withhold=())
-    ceiling, rows, left_out = None, 1 << 30, list[str]()
+    ceiling, rows = None, 1 << 30
     if adaptive and settings.base and settings.never_learned:
         ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
         unlearned = make_subject(_FACTORY, ceiling().arguments)
@@ -102,7 +115,9 @@ def plan_sweep(
     settings = _with_precision(settings, subject, progress)
     _check_threshold(settings, subject)
     start = _start(settings, subject, rows) if adaptive else []
-    calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress)
+    seconds = None if settings.minutes is None or not adaptive else 60 * settings.minutes
+    until, half = (None if seconds is None else time.monotonic() + share * seconds for share in (1, 0.5))
+    calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress, until=half)
     most = settings.max_steps or _SEARCH_STEPS
     ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]  # as users learn a benign task
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
@@ -135,7 +150,7 @@ def plan_sweep(
             most=most,
             bounded=settings.max_steps is not None,
             held=frozenset(settings.fixed) | {"check_every"},
-            until=None if settings.minutes is None else time.monotonic() + 60 * settings.minutes,
+            until=until,
             folder=folder,
             engine=engine,
             progress=progress,
