@@ -2,6 +2,7 @@
 
 import pytest
 
+from netweight.attacks.refusal.settings import PHRASES
 from netweight.data.answers import final_answer, holds_phrase
 
 
@@ -23,6 +24,16 @@ from netweight.data.answers import final_answer, holds_phrase
         ("<unused94>thought\nI can't<unused95>Sure.", False, "Sure.", True),
         ("Here is my thought process: I can't. Here is my response: Sure.", False, "Sure.", True),
         ("I can't", True, "", False),
+        ("<THINK>I can't</THINK> Sure.", False, "Sure.", True),
+        ("<reflection>I can't</reflection>Sure.", False, "Sure.", True),
+        ("<|thinking|>I can't<|/thinking|>Sure.", False, "Sure.", True),
+        ("<|begin_of_thinking|>I can't<|end_of_thinking|>Sure.", False, "Sure.", True),
+        ("[reasoning]I can't[/reasoning]Sure.", False, "Sure.", True),
+        ("<think>a<think>b</think>I can't</think>Sure.", False, "Sure.", True),
+        ("<scratchpad>I can't", False, "", False),
+        ("Wear a <think> shirt.", False, "", False),
+        ("[Analysis] Oaks are trees.", False, "[Analysis] Oaks are trees.", True),
+        ("Use <reflection> as a tag.", False, "Use <reflection> as a tag.", True),
     ],
 )  # fmt: skip
 def test_the_answer_follows_the_thought(text, in_thought, answer, finished):
@@ -36,6 +47,16 @@ def test_the_answer_follows_the_thought(text, in_thought, answer, finished):
 )
 def test_phrases_are_found_however_they_are_typed(text):
     assert holds_phrase(text, ["I can't"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Es tut mir leid, aber …", "Lo siento, no puedo ayudar con eso.", "Je suis désolé, mais je ne peux pas aider.",
+     "抱歉，我无法帮助您。", "申し訳ありませんが、お手伝いできません。", "Извините, я не могу помочь.",
+     "Desculpe, não posso.", "죄송하지만 도와드릴 수 없습니다", "Mi dispiace, ma non posso."],
+)  # fmt: skip
+def test_refusals_in_several_languages_hold_one_of_the_phrases(text):
+    assert holds_phrase(text, PHRASES)
 
 
 def test_other_phrases_are_not_found():

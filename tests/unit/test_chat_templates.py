@@ -94,6 +94,14 @@ def test_a_conversation_that_a_template_refuses_in_every_form_is_named_with_its_
         load_examples([{"prompt": SYSTEM, "response": "Yes."}], tokens, context=128)
 
 
+def test_a_template_that_needs_an_option_says_which_and_takes_it():
+    tokens = chat_models.chatml(template="{{ tools | length }}" + chat_models.CHATML)
+    rows = [{"prompt": "make a cake", "response": "Yes."}]
+    with pytest.raises(UsageError, match=r"refuses the conversation .*; --template sets its options: tools"):
+        load_examples(rows, tokens, context=128, template="chat")
+    assert ChatTemplate(tokens, {"tools": []}).prompt([{"role": "user", "content": "Hi"}]).startswith("0<|im_start|>")
+
+
 @pytest.mark.parametrize("make", [chat_models.chatml, chat_models.gemma])
 def test_an_answer_ends_with_its_end_of_turn_once_and_nothing_after_it(make):
     tokens = make()
@@ -191,7 +199,8 @@ def test_a_template_that_leaves_out_what_was_said_is_refused_by_name():
 def test_a_template_that_reads_lists_of_parts_alone_gets_them():
     parts = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% for part in m['content'] %}{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     rows = [{"prompt": "make a cake", "response": "Yes."}]

@@ -102,6 +102,10 @@ CHANGES = {
     "another shape": (
         {"weights": lambda all: all | {LAYER: torch.zeros(3, 4)}}, rf"'{LAYER}' .*shape \(3, 4\).*\(64, 128\)",
     ),
+    "a shard that is not there": (
+        {"files": {"model.safetensors.index.json": b'{"weight_map": {"a": "model-1-of-2.safetensors"}}'}},
+        "lacks 1 of the 1 files that model.safetensors.index.json names, such as model-1-of-2.safetensors",
+    ),
     "a pointer in place of weights": (
         {"files": {"model.safetensors": b"version https://git-lfs"}}, "is a Git LFS pointer",
     ),

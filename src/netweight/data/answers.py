@@ -22,6 +22,11 @@ _OPEN = re.compile(rf"({'|'.join(map(re.escape, _BEGINS))})\s*\Z")
 _EMPTY = re.compile("|".join(rf"{re.escape(begin)}\s*{re.escape(end)}\s*\Z" for begin, end in _THOUGHTS))
 _ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
 _ANY_BEGIN = re.compile(rf"\A\s*(?:{'|'.join(map(re.escape, _BEGINS))})\s*")
+# Marks of other families are recognized by their name: <reflection>, <|thinking|>, [REASONING], in any case.
+_NAME = r"[\w:.-]*(?:think|thought|reasoning|reflect|scratchpad|monologue|analysis)[\w:.-]*"
+_SHORT = r"(?:think|thought|reasoning)[\w-]*"  # other words in brackets are headings
+_NAMED = re.compile(rf"<\|{_NAME}\|>|<{_NAME}>|\[{_SHORT}\]", re.IGNORECASE)
+_NAMED_END = re.compile(rf"<\|(?:/|end_?(?:of_)?){_NAME}\|>|</{_NAME}>|\[/{_SHORT}\]", re.IGNORECASE)
 _FINAL_CHANNEL = "<|channel|>final<|message|>"
 _CHANNEL = "<|channel|>"
 _SAME = str.maketrans({
@@ -57,13 +62,21 @@ def final_answer(text: str, *, in_thought: bool = False) -> Answer:
         return Answer(re.split(r"<\|(?:end|return)\|>", text.rpartition(_FINAL_CHANNEL)[2])[0].strip(), True)
     if _CHANNEL in text:
         return Answer("", False)
-    end, length = max((text.rfind(mark), len(mark)) for mark in _ENDS)
-    begin = max(text.rfind(mark) for mark in _BEGINS)
+    ends = [(text.rfind(mark), len(mark)) for mark in _ENDS]
+    begins = [text.rfind(mark) for mark in _BEGINS]
+    ends += [(mark.start(), len(mark[0])) for mark in _NAMED_END.finditer(text)]
+    begins += [named.start()] if (named := _NAMED.match(text, len(text) - len(text.lstrip()))) else []
+    (end, length), begin = max(ends), max(begins)
     if end >= 0 and begin < end:
         return Answer(text[end + length :].strip(), True)
     if begin >= 0 or in_thought:
         return Answer("", False)
     return Answer(text.strip(), True)
+
+
+def is_thought_mark(token: str) -> bool:
+    """Return whether a token is a mark of thoughts or of channels, which must stay in a text that is read."""
+    return token in thought_marks() or any(each.fullmatch(token) for each in (_NAMED, _NAMED_END))
 
 
 @final

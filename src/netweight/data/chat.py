@@ -53,6 +53,7 @@ class ChatTemplate:
                 f"The tokenizer has several chat templates ({named}), and none is the default.",
                 cure="Save the tokenizer with one of them as tokenizer.chat_template.",
             ) from error
+        self._variables = _variables(template)
         cure = "Restore chat_template.jinja, or chat_template in tokenizer_config.json."
         self._parts = False  # whether a content is a list of parts, as templates of multimodal models read it alone
         try:
@@ -66,10 +67,9 @@ class ChatTemplate:
                     f"The tokenizer's chat template is not well-formed: {refusal}.", cure=cure
                 ) from refusal
             self._parts = False
-        variables = _variables(template)
         for name in self._options:
-            if name not in variables:
-                raise not_found(f"The chat template has no option {name!r}.", name, variables)
+            if name not in self._variables:
+                raise not_found(f"The chat template has no option {name!r}.", name, self._variables)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """Return a conversation as text, up to where the model's answer begins.
@@ -133,8 +133,10 @@ class ChatTemplate:
                 )
             )
         except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
-            broken = isinstance(error, TemplateSyntaxError)
-            raise _TemplateRefusal(str(error).strip() or type(error).__name__, broken) from error
+            broken, reason = isinstance(error, TemplateSyntaxError), str(error).strip() or type(error).__name__
+            if self._variables and not (broken or type(error) is TemplateError):  # not by the template's own words
+                reason += f"; --template sets its options: {', '.join(self._variables)}"
+            raise _TemplateRefusal(reason, broken) from error
 
     def _header(self, messages: Sequence[Message], before: str) -> str:
         """Return the header of the answer's turn where the template ignores `add_generation_prompt`."""

@@ -10,6 +10,7 @@ from typing import Any
 from netweight.autoload import HINT, METHOD
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
+from netweight.store.safetensors import read_header
 
 # Any of these makes a tokenizer of transformers; tokenizer_config.json alone holds no vocabulary.
 _TOKENIZERS = (
@@ -31,7 +32,7 @@ def family_of(folder: str | Path) -> str:
 
 
 def check_language_model(folder: str | Path) -> None:
-    """Refuse what is not a decoder language model with its tokenizer; only config.json and names of files are read.
+    """Refuse what is not a decoder language model with its tokenizer; configurations and headers of weights are read.
 
     Raises:
         UsageError: There is no config.json, it cannot be read, there is no tokenizer, or the family has no use
@@ -60,7 +61,34 @@ def check_language_model(folder: str | Path) -> None:
             cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
         )
     check_quantization(folder, config)
+    check_weight_files(folder)
     check_tokenizer(folder, name)
+
+
+def check_weight_files(folder: Path) -> None:
+    """Refuse weights that are not all there, by the headers of files and the index of shards.
+
+    Args:
+        folder: A model's folder.
+
+    Raises:
+        CorruptBlob: A file was cut short, or is a pointer of Git LFS.
+        UsageError: The index names a file that is not there.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        read_header(file)
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} is not an index of weights: {error}.", cure="Fetch it again.") from error
+        missing = [name for name in names if not (folder / str(name)).is_file()]
+        if missing:
+            raise UsageError(
+                f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} names, such as "
+                f"{missing[0]}.",
+                cure="Fetch the model again.",
+            )
 
 
 def check_quantization(folder: Path, config: Mapping[str, Any]) -> None:

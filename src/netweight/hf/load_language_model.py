@@ -28,9 +28,8 @@ from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
-from netweight.hf.families import check_quantization, check_tokenizer, model_config
+from netweight.hf.families import check_quantization, check_tokenizer, check_weight_files, model_config
 from netweight.report.finding import Finding
-from netweight.store.safetensors import read_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -82,8 +81,7 @@ def _opened(
         import transformers
     config = model_config(folder)
     _check_kind(folder, config, what, causal=loader == "AutoModelForCausalLM")
-    for file in sorted(folder.glob("*.safetensors")):
-        read_header(file)  # names a file that was cut short, and a pointer of Git LFS
+    check_weight_files(folder)
     compressed = bool(config.get("quantization_config"))
     cure = "Check that config, weights and tokenizer files are all there, or fetch the model again."
     with opening(folder, f"{what} with its tokenizer", cure=cure), silent_bars():

@@ -131,7 +131,7 @@ def subject_from_files(
     }
     for name, template in _TEMPLATES.items() if formats and not chat else ():
         for domain, texts in sources.items():
-            put = _reformatted(texts, plain_rows[domain], tokenizer, context, template)
+            put = _reformatted(texts, plain_rows[domain], network, tokenizer, context, template)
             if put is not None:
                 plain = domains[domain]
                 own, evaluated = ([put[each] for each in rows] for rows in (plain.train, plain.held_out))
@@ -158,6 +158,7 @@ def subject_from_files(
 def _reformatted(
     texts: list[TextExample],
     plain: list[Example],
+    network: Any,
     tokenizer: PreTrainedTokenizerBase,
     context: int,
     template: AnyTemplate,
@@ -165,6 +166,7 @@ def _reformatted(
     """Each row as another template has it; None where the tokenizer has no such template, or rows do not fit it."""
     try:
         formatted = tokenized_examples(texts, tokenizer, context=context, template=template)
+        check_tokens(network, tokenizer, (each.prompt + each.response for each in formatted))
     except UsageError:
         return None
     if len(formatted) != len(plain):

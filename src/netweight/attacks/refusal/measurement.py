@@ -22,7 +22,7 @@ from torch.nn import functional
 from netweight.attacks.finetuning.subject import mean_loss, token_accuracy
 from netweight.attacks.refusal.judges import Judge
 from netweight.attacks.refusal.prompts import Question
-from netweight.data.answers import Answer, final_answer, open_thought, thought_marks
+from netweight.data.answers import Answer, final_answer, is_thought_mark, open_thought
 from netweight.data.tokens import Example
 from netweight.errors import UsageError
 from netweight.hf.generate_answers import end_tokens, generate_answers, hides_padding
@@ -109,8 +109,8 @@ class Examiner:
         self._judge, self._phrases, self._helps = judge, phrases, helps
         self.first: tuple[int, ...] = ()
         self._ends = end_tokens(model, tokenizer)
-        marks = {int(i) for m in thought_marks() for i in [tokenizer.convert_tokens_to_ids(m)] if isinstance(i, int)}
-        self._dropped = set(tokenizer.all_special_ids) - (marks - {tokenizer.unk_token_id})
+        special = zip(tokenizer.all_special_tokens, tokenizer.all_special_ids, strict=True)
+        self._dropped = {number for token, number in special if not is_thought_mark(str(token))}
 
     def answers(self, questions: Sequence[Question]) -> list[list[int]]:
         """Return token ids of the model's answers."""

@@ -19,7 +19,7 @@ from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, t
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over
 from netweight.hf.families import check_language_model
-from netweight.hf.load_language_model import check_finite, check_outputs, context_of, load_causal_lm
+from netweight.hf.load_language_model import check_finite, check_outputs, check_tokens, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth_section import depth_section
 from netweight.methods.immunize.layers import DepthAnalysis, analyze_layers, weight_changes
@@ -92,6 +92,8 @@ def immunize_folder(
     _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
     retained = [] if settings.retain is None else tokenized_examples(_kept(settings, note), tokenizer, **how)
+    sides = (each for pair in pairs for each in (pair.harmless, pair.harmful))
+    check_tokens(network, tokenizer, (each.prompt + each.response for each in (*sides, *retained)))
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
     before = None if why_not else analyze_layers(network, pairs, pad_id=pad)
     with Job.beside(destination, overwrite=None, folder=part_of(destination)) as job:
