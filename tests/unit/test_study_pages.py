@@ -126,4 +126,4 @@ def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, 
     assert not list(guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2, **some))
     shown = guarded_domain.page({**result, "options": {name: list(each) for name, each in some.items()}})
     assert all(line.count("|") == 6 for line in shown.splitlines() if line.startswith("|"))
-    assert "Fixed attacks (one with Adam on all weights) then fine-tune each model" in shown
+    assert "A fixed attack (Adam, all weights) then fine-tunes each model" in shown
