@@ -86,7 +86,7 @@ def reproduce(
     result = run_table(table, scale=scale, out=out, overwrite=overwrite, options=options, command=shlex.join(words))
     _show_table(result, output)
     output.result(result.to_json())
-    if any(mark_of(finding) in ("missed", "no control") for finding in result.measured.findings):
+    if any(mark_of(finding) in ("missed", "control failed") for finding in result.measured.findings):
         context.exit(FINDING_FAILED)
 
 

@@ -39,7 +39,7 @@ def test_a_federation_is_trained_attacked_and_remembered(call):
     answer = call("--json")
     assert answer.exit_code in (0, 1), answer.output
     (step,) = json.loads(answer.stdout)["steps"]
-    assert list(step["findings"]) == ["accuracy", "gradient-inversion"]
+    assert list(step["findings"]) == ["accuracy", "server attack"]
     assert (Path(step["path"]) / CHECKPOINT).is_file()
     accuracy, seen = read_report("out").sections
     assert (accuracy.missing_audits, len(accuracy.figures)) == ((), 1)

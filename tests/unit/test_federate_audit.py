@@ -81,7 +81,7 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     assert min(sent) > 0.999
     summed = attacked(whole, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
     assert summed.cosines == pytest.approx(summed.aggregate)
-    malicious = ThreatModel(batch_size=4, server="malicious")
+    malicious = ThreatModel(batch_size=4, server="imprint")
     assert attacked(whole, malicious, images=5, summed_over=6, seed=1).psnr
     careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, refusal=RefusalLimits()))
     assert "takes no part" in attacked(careful, malicious, images=5, summed_over=6, seed=1).verdict[1]
@@ -101,7 +101,7 @@ def test_noise_hides_the_gradient() -> None:
 
 
 def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytest.LogCaptureFixture) -> None:
-    malicious = ThreatModel(batch_size=4, server="malicious")
+    malicious = ThreatModel(batch_size=4, server="imprint")
     plain = attacked(run, malicious, images=5, summed_over=6, seed=1)
     assert plain.psnr
     careful = dataclasses.replace(run, method=HardenedMethod(METHOD, refusal=RefusalLimits()))
@@ -132,18 +132,18 @@ def test_the_own_schedule_is_that_of_the_smallest_client(run: Run) -> None:
 
 
 def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None:
-    assert set(audits_of("federate")) == {"accuracy", "gradient-inversion"}
+    assert set(audits_of("federate")) == {"accuracy", "server attack"}
     config = AuditConfig(threats=(ONE_STEP,), images=5, summed_over=6, search=QUICK)
     found = run_audits("federate", run, config, seed=3)
     assert {finding.name for finding in found["accuracy"].findings} >= {"clients left out of rounds"}
-    names = [finding.name for finding in found["gradient-inversion"].findings]
+    names = [finding.name for finding in found["server attack"].findings]
     assert any("this run" in name for name in names)
-    targets = [finding for finding in found["gradient-inversion"].findings if finding.target is not None]
+    targets = [finding for finding in found["server attack"].findings if finding.target is not None]
     assert targets
     assert all("this run" in finding.name for finding in targets)
     exposures = audit(run, config, seed=3)
     again = [(one.name, one.value, one.ci95) for one in exposure_findings(exposures, seed=3)]  # but for their time
-    assert again == [(one.name, one.value, one.ci95) for one in found["gradient-inversion"].findings]
+    assert again == [(one.name, one.value, one.ci95) for one in found["server attack"].findings]
     assert len(exposure_table(exposures).rows) == 2
     assert exposure_figure(exposures) is not None
     report = Report("test")
@@ -155,7 +155,7 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
 def test_a_report_without_an_audit_says_so(run: Run, tmp_path: object) -> None:
     report = Report("test")
     add_sections(report, run, [], seed=3)
-    assert "gradient-inversion" in report.write(str(tmp_path)).read_text()
+    assert "server attack" in report.write(str(tmp_path)).read_text()
 
 
 def test_what_is_observed_does_not_depend_on_who_else_is_attacked(run: Run) -> None:
@@ -254,7 +254,7 @@ def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(c
 
 
 def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds(run: Run) -> None:
-    for changes in ({"known": True}, {"server": "thresholds"}):
+    for changes in ({"knows_embeddings": True}, {"server": "thresholds"}):
         threat = dataclasses.replace(ONE_STEP, summed_over=6, **changes)
         found = attacked(run, threat, images=5, summed_over=6, seed=1)
         sent = [cosine for cosine in found.cosines if cosine != 0]

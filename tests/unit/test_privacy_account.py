@@ -118,7 +118,7 @@ def test_attempts_of_a_stopped_federation_count_when_it_goes_on(tmp_path) -> Non
 
     with Job.open(tmp_path, state=CHECKPOINT, reading=True) as job:
         about, _ = job.load()  # type: ignore[misc]
-    assert sum(about["attempted"].values()) > 0
+    assert sum(about["attempt_answers"].values()) > 0
 
 
 def test_a_budgets_noise_is_for_as_many_answers_as_there_are_rounds() -> None:

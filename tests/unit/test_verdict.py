@@ -132,7 +132,7 @@ def test_the_report_of_a_failed_run_fails_again(command, tmp_path):
 
 
 def test_marks():
-    assert mark_of(finding(("met", "target", "held"))) == "no control"
+    assert mark_of(finding(("met", "target", "held"))) == "control failed"
     assert mark_of(finding(("missed", "target", "held"))) == "missed"
     assert finding(("met", "target", "held")).passed is None
     assert finding(("met", "target", "broken")).passed is True

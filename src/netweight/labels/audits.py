@@ -114,7 +114,7 @@ def _retraining_rows(end: AuditEnd) -> list[Row]:
         return [_unmeasured("retraining", title, reason)]
     if mark_of(ratio) == "not measured":
         return [_unmeasured("retraining", title, ratio.detail.get("reason", "no reason is stated"))]
-    if mark_of(ratio) == "no control":
+    if mark_of(ratio) == "control failed":
         return [
             _unmeasured(
                 "retraining", title, "no control: the same attacks did not recover the behavior of the base either"

@@ -140,7 +140,7 @@ def _reconstruction_rows(images: list[Finding]) -> Iterator[Row]:
 
 
 def _gradient_rows(gradients: list[Finding]) -> Iterator[Row]:
-    """Return rows on the cosine between the update and the client's gradient, and that of the published aggregate."""
+    """Return rows on the cosine between the update and the client's gradient, and that of the published average."""
     for each in gradients:
         if each.value is None or each.target is None:
             continue

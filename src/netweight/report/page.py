@@ -67,7 +67,7 @@ def _left(document: Any) -> list[str]:
         *listed("Targets that were not measured:", [n for n, e in aimed if mark_of(e) == "not measured"]),
         *listed(
             "Attacks to be repeated with more effort, because the control did not break:",
-            [n for n, e in aimed if mark_of(e) == "no control"],
+            [n for n, e in aimed if mark_of(e) == "control failed"],
         ),
         *listed("Audits to be run:", audits),
         *(["Runs to be repeated with other seeds: all findings are from one seed."] if single else []),
@@ -75,7 +75,7 @@ def _left(document: Any) -> list[str]:
 
 
 _KINDS = {"passed": "pass", "failed": "fail", "none": "none"}
-_SIGNS = {"met": "✓", "missed": "✗", "not measured": "?", "no control": "?", "no target": "–"}
+_SIGNS = {"met": "✓", "missed": "✗", "not measured": "?", "control failed": "?", "no target": "–"}
 
 
 @cache

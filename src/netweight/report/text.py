@@ -186,7 +186,7 @@ def aligned(headers: Sequence[str], rows: Sequence[Sequence[object]], *, indent:
 
 def conclusion_of(section: Section) -> str:
     """Return what a section concludes; nothing where that would praise what an attack without control cannot show."""
-    uncontrolled = any(mark_of(finding) == "no control" for finding in section.findings)
+    uncontrolled = any(mark_of(finding) == "control failed" for finding in section.findings)
     return "" if uncontrolled and section.outcome != "broken" else section.conclusion
 
 

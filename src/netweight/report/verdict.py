@@ -1,8 +1,8 @@
 """The verdict: one function decides whether a model may be published, for terminal, report, card and exit code.
 
-A target is met, missed, not measured, or without control. It is without control if the value meets it and the same
-attack did not break what it must break, such as the undefended model: then the attack shows nothing. The verdict is
-"failed" if any target is not met, whatever the reason, and the commands that print it end with exit code 1.
+A target is met, missed, not measured, or its control failed. The control failed if the value meets the target and the
+same attack did not break what it must break, such as the undefended model: then the attack shows nothing. The verdict
+is "failed" if any target is not met, whatever the reason, and the commands that print it end with exit code 1.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, final
 from netweight.report.finding import Finding, Section, Target
 from netweight.report.numbers import format_beside, format_target
 
-Mark: TypeAlias = Literal["met", "missed", "not measured", "no control", "no target"]
+Mark: TypeAlias = Literal["met", "missed", "not measured", "control failed", "no target"]
 _MOST = 3  # findings that a sentence names
 
 
@@ -25,7 +25,7 @@ def mark_of(finding: Finding) -> Mark:
     if finding.target is None:
         return "no target"
     if finding.passed is None:
-        return "no control"
+        return "control failed"
     return "met" if finding.passed else "missed"
 
 
@@ -61,7 +61,8 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
     findings = [finding for section in parts for finding in section.findings]
     judged = [finding for finding in findings if finding.target is not None]
     by_mark = {
-        mark: [each for each in judged if mark_of(each) == mark] for mark in ("missed", "not measured", "no control")
+        mark: [each for each in judged if mark_of(each) == mark]
+        for mark in ("missed", "not measured", "control failed")
     }
     reasons = []
     if missed := by_mark["missed"]:
@@ -70,7 +71,7 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
         reasons.append(f"{count}: {_listed([_missed(each) for each in missed])}")
     if unmeasured := by_mark["not measured"]:
         reasons.append(f"{_listed([_unmeasured(each) for each in unmeasured])}")
-    if uncontrolled := by_mark["no control"]:
+    if uncontrolled := by_mark["control failed"]:
         names = _listed([each.name for each in uncontrolled])
         reasons.append(f"the same attack did not break its control either, and therefore shows nothing about {names}")
     if reasons:

@@ -30,7 +30,7 @@ from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import dense_tensors
 from netweight_experiments.benchmarks.script import RESULTS, fill
 
-CLIP, TARGET_RANGE = 2.0, 2**22  # of integrations/flower/secure_sum.py and of Flower's SecAgg+
+CLIP, TARGET_RANGE = 2.0, 2**22  # of plugins/flower/secure_sum.py and of Flower's SecAgg+
 SUMS = "secure sums, refusal, at least 60 steps"
 ROUNDS = 40
 STEPS = 60  # 5 epochs of 600 images in batches of 50: the paper's schedule
@@ -46,19 +46,20 @@ SUM = {**STEP, "summed_over": 20}
 ROWS = (
     ("none", {}, STEP, "plain"),
     ("none", {}, {**STEP, "batch_size": 50}, "plain"),
-    ("none", {}, {**STEP, "batch_size": 8, "server": "malicious"}, "plain"),
+    ("none", {}, {**STEP, "batch_size": 8, "server": "imprint"}, "plain"),
     ("none, FedAvg", {"method": "fedavg"}, {**STEP, "batch_size": 50}, None),
     ("none, FedAvg", {"method": "fedavg"}, {**STEP, "batch_size": 50, "server": "fishing"}, None),
     ("at least 60 steps", {"minimum_steps": STEPS},
      {**STEP, "batch_size": 50, "local_steps": STEPS, "examples": 600}, SUMS),
-    *((f"noise σ = {noise} × clip", {"noise": noise}, {**STEP, "known": True}, f"noise {noise}")
+    *((f"noise σ = {noise} × clip", {"noise": noise}, {**STEP, "knows_embeddings": True}, f"noise {noise}")
       for noise in (0.001, 0.003, 0.01, 0.03)),
-    ("noise σ = 0.01 × clip", {"noise": 0.01}, {**STEP, "known": True, "asked": 4}, "noise 0.01"),
-    ("noise σ = 0.01 × clip, no limit of answers", {"noise": 0.01}, {**STEP, "known": True, "asked": 20}, "noise 0.01"),
+    ("noise σ = 0.01 × clip", {"noise": 0.01}, {**STEP, "knows_embeddings": True, "queries": 4}, "noise 0.01"),
+    ("noise σ = 0.01 × clip, no limit of answers", {"noise": 0.01},
+     {**STEP, "knows_embeddings": True, "queries": 20}, "noise 0.01"),
     ("secure sum", {}, SUM, SUMS),
-    ("secure sum", {}, {**SUM, "known": True}, SUMS),
+    ("secure sum", {}, {**SUM, "knows_embeddings": True}, SUMS),
     ("secure sum", {}, {**SUM, "server": "thresholds"}, SUMS),
-    ("refusal", {"refuse": True}, {**STEP, "batch_size": 50, "server": "malicious"}, SUMS),
+    ("refusal", {"refuse": True}, {**STEP, "batch_size": 50, "server": "imprint"}, SUMS),
     ("secure sum, refusal", {"refuse": True}, {**SUM, "batch_size": 50, "server": "thresholds"}, SUMS),
 )  # fmt: skip
 
@@ -83,13 +84,14 @@ def table(rows, accuracy):
     """Return the table of the docs."""
     columns = (
         "protection | what the server observes | cosine of the gradient | cosine of the average | PSNR, dB | "
-        "PSNR of a guess, dB | withstands the attack | accuracy lost, points"
+        "PSNR of a guess, dB | withstands this attack | accuracy lost, points"
     )
     lines = [f"| {columns} |", "|---" * 8 + "|"]
     last = {arm: list(found["before and after"].values())[-1][1] for arm, found in accuracy.items()}
-    for protection, arm, row in rows:
+    for protection, arm, threat, row in rows:
         cost = f"{last['plain'] - last[arm]:.2f}" if {arm, "plain"} <= last.keys() and arm != "plain" else ""
-        label = row["label"].removesuffix(", first round")
+        label = ThreatModel(**threat).label.removesuffix(", first round")
+        protection = protection.replace(" × clip", "")  # the page says of what σ is a multiple
         if not row["cosines"]:
             lines.append(f"| {protection} | {label} | the client refuses to answer | | | | yes | {cost} |")
             continue
@@ -152,7 +154,9 @@ def page(result):
     plain = {round: values for round, *values in curves["fashion-mnist-20-hyperfl-520"]["curve"] if round <= ROUNDS}
     accuracy = {"plain": {"before and after": plain}} | accuracy
     rows = result["rows"]
-    return table([(name, arm, rows[f"{name}: {json.dumps(threat)}"]) for name, _, threat, arm in ROWS], accuracy)
+    return table(
+        [(name, arm, threat, rows[f"{name}: {json.dumps(threat)}"]) for name, _, threat, arm in ROWS], accuracy
+    )
 
 
 def main(

@@ -99,7 +99,8 @@ class Guarantee:
 
     def __str__(self) -> str:
         """Return one line: ε, δ, unit, adjacency, answers, noise."""
-        about = f"over {self.answers} answers; σ {self.noise:g}{f', {self.sampling}' if self.sampling else ''}"
+        count = f"{self.answers} answer{'s' * (self.answers != 1)}"
+        about = f"over {count}; σ {self.noise:g}{f', {self.sampling}' if self.sampling else ''}"
         if not math.isfinite(self.epsilon):
             return f"No ε holds (it is infinite) {about}: {'; '.join(self.caveats)}."
         text = f"ε {self.epsilon:.4g} at δ {self.delta:g} for one {self.unit} ({self.adjacency}"

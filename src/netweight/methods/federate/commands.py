@@ -114,7 +114,7 @@ def _threat(text: str) -> ThreatModel:
     changes: dict[str, Any] = {}
     for word in words:
         name, _, count = word.partition("=")
-        if word in ("malicious", "thresholds", "fishing"):
+        if word in ("imprint", "thresholds", "fishing"):
             changes["server"] = word
         elif word in _THREAT_FLAGS:
             changes[_THREAT_FLAGS[word]] = True
@@ -125,7 +125,7 @@ def _threat(text: str) -> ThreatModel:
     if not 2 <= len(parts) <= 3 or not all(part.isdecimal() for part in parts):
         raise UsageError(
             f"--threat {text!r} is not a threat model.",
-            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +embeddings, +queries=K, +malicious, "
+            cure="Give BATCHxSTEPS[xCLIENTS], such as 1x1, then +first, +embeddings, +queries=K, +imprint, "
             "+thresholds, +fishing.",
         )
     batch, steps, *clients = (int(part) for part in parts)

@@ -32,7 +32,7 @@ from netweight.metrics.intervals import ends_if_enough
 from netweight.report.finding import Finding
 from netweight.report.text import Conclusion, Criterion, Words
 
-# How far the recovered gradient may be nearer to a client's than the published aggregate is.
+# How far the recovered gradient may be nearer to a client's than the published average is.
 MARGIN_COSINE = 0.05
 # How far reconstructions may be above the better of a random and the average image of the other clients, in dB.
 MARGIN_PSNR = 1.0
@@ -50,7 +50,7 @@ class AuditConfig:
         ThreatModel(first_round=True),
         ThreatModel(),
         ThreatModel(batch_size=8, first_round=True),
-        ThreatModel(batch_size=8, server="malicious"),
+        ThreatModel(batch_size=8, server="imprint"),
     )
     """Threat models beside the run's own schedule."""
     further: bool = False
@@ -60,7 +60,7 @@ class AuditConfig:
     search: Search | None = None
     """Length of the attacks' searches; None for their defaults."""
     summed_over: int = 20
-    """Clients in the average that stands for the published aggregate."""
+    """Clients in the average that stands for the published average."""
 
 
 @final
@@ -77,7 +77,7 @@ class Exposure:
     movements: tuple[float, ...]
     """Cosine with the movement of the client's body over the round."""
     aggregate: tuple[float, ...]
-    """Cosine of the published aggregate's gradient with the client's first one: what is given away anyway."""
+    """Cosine of the published average's gradient with the client's first one: what is given away anyway."""
     psnr: tuple[float, ...] = ()
     """PSNR in dB of the best reconstruction of each attacked update; empty if no image could be reconstructed."""
     ssim: tuple[float, ...] = ()
@@ -124,7 +124,7 @@ class Exposure:
             return "told", self.why_no_images
         near, gain = mean_of(self.cosines), mean_of(self.psnr) - self.guess if self.psnr else None
         return _VERDICT([
-            Finding("gradient", near), Finding("gradient beyond the aggregate's", near - mean_of(self.aggregate)),
+            Finding("gradient", near), Finding("gradient beyond the average's", near - mean_of(self.aggregate)),
             Finding("images, clearly above a guess", gain), Finding("images above a guess", gain),
             Finding("text above a guess", mean_of(self.tokens) - mean_of(self.frequent) if self.tokens else None),
         ], searched=self._searched, below="yes" if self._surely_below else "")  # fmt: skip
@@ -149,9 +149,9 @@ def _words(
     inexact: bool, hidden: bool, unclear: bool | None, unseen: bool | None, unread: bool | None, *, searched: str,
     below: str,
 ) -> Words:  # fmt: skip
-    text = "The update reveals no more about the client's gradient than the published aggregate"
+    text = "The update reveals no more about the client's gradient than the published average"
     if not hidden:
-        text = "The update reveals more about the client's gradient than the published aggregate"
+        text = "The update reveals more about the client's gradient than the published average"
     if not inexact:
         text = "The server computes the client's gradient exactly"
     no_image = f"no image can be recovered ({searched})" if below else f"no image was found ({searched})"
@@ -168,7 +168,7 @@ _VERDICT = Conclusion(
     "federate: exposure",
     [
         Criterion("gradient", "lower", than=0.99, strict=True),
-        Criterion("gradient beyond the aggregate's", "lower", than=MARGIN_COSINE),
+        Criterion("gradient beyond the average's", "lower", than=MARGIN_COSINE),
         Criterion("images, clearly above a guess", "lower", than=3.0, needed=False),
         Criterion("images above a guess", "lower", than=MARGIN_PSNR, needed=False),
         Criterion("text above a guess", "lower", than=MARGIN_TOKENS, needed=False),

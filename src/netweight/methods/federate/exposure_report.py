@@ -74,7 +74,7 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
         Column("SSIM", "", "lower"),
     )  # fmt: skip
-    about = ("threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published aggregate, cosine"))
+    about = ("threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published average, cosine"))
     columns = (*about, *measures, "verdict")
     rows = []
     for one in exposures:

@@ -193,7 +193,7 @@ class FederationAudit(Settings):
         default=(),
         description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "
         "does: +first (the first round), +embeddings (it knows the clients' embeddings), +queries=K (K answers to "
-        "one state), +malicious, +thresholds, +fishing. May be repeated.",
+        "one state), and what a malicious server sends: +imprint, +thresholds, +fishing. May be repeated.",
     )
     seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")

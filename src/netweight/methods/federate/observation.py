@@ -71,7 +71,7 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
         raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
     method = shortened(run.method, threat)
     state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
-    trap = _imprint(run, threat, state, seed) if threat.server == "malicious" else None
+    trap = _imprint(run, threat, state, seed) if threat.server == "imprint" else None
     if threat.server == "thresholds":
         state = threshold_trunk(state, seed=seed)
     if trap:  # a head that is generated after the body is left as it was

@@ -26,7 +26,7 @@ COMMANDS: tuple[Entry, ...] = (
         "federate run",
         lazy("netweight.methods.federate.folder:FolderFederation"),
         lazy(f"{_RECIPE}:apply"),
-        {"accuracy": lazy(f"{_REPORT}:accuracy"), "gradient-inversion": lazy(f"{_EXPOSURE}:gradient_inversion")},
+        {"accuracy": lazy(f"{_REPORT}:accuracy"), "server attack": lazy(f"{_EXPOSURE}:gradient_inversion")},
         verb="federate",
         run=lazy(f"{_COMMANDS}:run"),
         summary="Train a federation in this process and audit it.",
@@ -46,7 +46,7 @@ COMMANDS: tuple[Entry, ...] = (
         ),
         audits_itself=True,
         examine=lazy(f"{_RECIPE}:examine"),
-        by_attack={"gradient-inversion": "server"},
+        by_attack={"server attack": "server"},
         check=lazy(f"{_RECIPE}:check"),
         takes=("images",),
         makes="federation",
@@ -59,7 +59,7 @@ COMMANDS: tuple[Entry, ...] = (
         summary="Attack what the server of a federation could have seen.",
         description="Attacks the run's own schedule and some shorter ones: how much of a client's gradient an update "
         "reveals, and which images can be reconstructed from it. Exits with 1 if the run's own schedule reveals more "
-        "than its published aggregate does.",
+        "than its published average does.",
         example="netweight federate audit federation --threat 1x1+first",
         arguments=(Argument("folder", "folder", required=False, default="federation"),),
     ),

@@ -102,7 +102,7 @@ def add_sections(
     report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int, delta: float = 1e-5
 ) -> list[Finding]:
     """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
-    ran = ("accuracy", "gradient-inversion") if exposures else ("accuracy",)
+    ran = ("accuracy", "server attack") if exposures else ("accuracy",)
     sections = [of_treatment(accuracy(run, AuditConfig(), seed=seed), "federate", ran), *_privacy(run, delta)]
     if exposures:
         sections.append(exposure_section(exposures, seed=seed))

@@ -13,7 +13,7 @@ from netweight.methods.federate.protections import HardenedMethod
 from netweight.methods.federate.settings import LocalTraining
 
 _SERVERS = {
-    "honest": "", "malicious": ", malicious server", "thresholds": ", server with thresholds",
+    "honest": "", "imprint": ", server with imprint", "thresholds": ", server with thresholds",
     "fishing": ", server that fishes for one class",
 }  # fmt: skip
 
@@ -31,10 +31,10 @@ class ThreatModel:
     """Examples that the client holds; None for as many as a batch."""
     summed_over: int = 1
     """Clients whose updates the server sees only as their average: 1 for none, more under secure aggregation."""
-    server: Literal["honest", "malicious", "thresholds", "fishing"] = "honest"
-    """"honest" sends what training gave; "malicious" sends a hypernetwork made to print images into updates,
-    "thresholds" one whose trunk tells the clients of a sum apart, "fishing" a classifier to which one class
-    alone makes a difference.
+    server: Literal["honest", "imprint", "thresholds", "fishing"] = "honest"
+    """"honest" sends what training gave; "imprint" sends a hypernetwork made to copy images into updates,
+    "thresholds" one whose trunk separates the clients of a sum, "fishing" a classifier on which only one class
+    has an effect.
     """
     queries: int = 1
     """Number of times that the same state is asked, where every answer has other noise."""
