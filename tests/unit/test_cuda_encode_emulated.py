@@ -2,6 +2,7 @@
 
 import re
 import struct
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from netweight import codec
+from netweight.codec.backend import best
 from netweight.codec.cuda import encoding
-from netweight.codec.header import TORCH_NAMES, torch_dtype
+from netweight.codec.header import TORCH_NAMES, HeaderWriter, read_header, torch_dtype
 from netweight.codec.numpy_tables import costs, gains
 from netweight.errors import OutOfMemory, Unsupported, UsageError
 
@@ -229,6 +231,23 @@ def test_a_digest_that_comes_later(count, monkeypatch):
     assert encoding.with_digest(blob, tensor).numpy().tobytes() == whole
     monkeypatch.undo()
     assert encoding.with_digest(blob).numpy().tobytes() == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_blob_of_version_2_would_need_the_checks_of_its_chunks_and_nothing_else(dtype):
+    tensor = torch.randn(40_000, generator=torch.Generator().manual_seed(0)).to(dtype)
+    blob = bytes(encoding.encode(tensor, chunk_log2=12).numpy())
+    header = read_header(blob)
+    writer = HeaderWriter(header.element, header.shape, header.level, header.chunk_log2)
+    numbers = tensor.view(torch.uint8).numpy()
+    step = header.element.number_bytes << header.chunk_log2
+    chunks = [
+        writer.add((blob[start:end], best.check_of(numbers[index * step : (index + 1) * step]), 0, False))
+        for index, (start, end) in enumerate(pairwise(header.chunk_starts))
+    ]
+    second = b"".join([writer.header(), *chunks])
+    assert codec.info(second).version == 2
+    assert torch.equal(codec.decode(second, check=True), tensor)
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------
