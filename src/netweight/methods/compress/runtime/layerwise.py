@@ -1,9 +1,9 @@
 """Training layer by layer: each gradient is used up as soon as it exists, so only one layer is ever dense.
 
 When a weight's gradient is complete, the weight is decoded into a shell, a torch optimizer steps that shell alone,
-the weight is encoded again and the gradient freed. The optimizer is a real one over all shells, so that groups,
-schedulers and state dicts work. After LOMO (arXiv 2306.09782) and NeuZip (arXiv 2410.20650), section 3.2; there for
-plain SGD only.
+the weight is encoded again and the gradient freed. A large weight takes these steps tile by tile (`tiles.py`). The
+optimizer is a real one over all shells, so that groups, schedulers and state dicts work. After LOMO (arXiv 2306.09782)
+and NeuZip (arXiv 2410.20650), section 3.2; there for plain SGD only.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             `average_gradient`. Needed in a process group of more than one.
         groups: Parameter groups as torch takes them: dicts with "params" and options; None puts all into one.
         states: How states of the optimizer, such as momenta, wait between steps: "dense"; "compressed", bit for bit,
-            where they are; "offloaded", in the CPU's memory. Only the states of one weight are ever as the optimizer
-            wants them. Steps are the same to the last bit.
+            where they are; "offloaded", in the CPU's memory. Only the states of one weight, or of one tile of a large
+            weight, are ever as the optimizer wants them. Steps are the same to the last bit.
         **options: Passed to `optimizer_class`, such as `lr`.
 
     Raises:
