@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,45 @@ def test_it_holds_every_file_of_the_package_and_nothing_else(wheel):
     native = {name for name in held if "/_native." in name and name.endswith(".so")}
     assert len(native) == NATIVE
     assert {name for name in held if ".dist-info/" not in name} - wanted == native
+
+
+def test_its_readme_can_be_read_on_an_index(wheel):
+    """Nothing in it needs a file beside it, and a picture that could not be shown is described."""
+    markdown = pytest.importorskip("markdown_it", reason="markdown-it-py reads the README")
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload(decode=True).decode()
+    tokens = markdown.MarkdownIt("gfm-like", {"linkify": False}).parse(text)
+    every = [each for token in tokens for each in (token, *(token.children or ()))]
+    links = [each.attrs.get("href") or each.attrs.get("src") for each in every if each.type in ("link_open", "image")]
+    assert len(links) >= 5  # the papers
+    assert [link for link in links if not re.match(r"https?://|#", link)] == []
+    assert "[[[" not in text
+    assert "<!--" not in text
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"^#+ .*", text, re.M) == re.findall(r"^#+ .*", readme, re.M)
+    assert re.findall(r"```.*?```", text, re.S) == re.findall(
+        r"```.*?```", re.sub("<!--.*?-->", "", readme, flags=re.S), re.S
+    )
+    for words, place in re.findall(r"!\[(.*?)\]\((.*?)\)", readme):
+        assert f"Picture: {words}" in text or place in "".join(links)
+
+
+@pytest.mark.parametrize("source", ["https://example.org/o/n", "https://example.org/o/n/"])
+def test_links_of_the_index_lead_to_the_repository_where_there_is_one(source):
+    spec = importlib.util.spec_from_file_location("index_readme", ROOT / "scripts" / "index_readme.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    text = "![A bar](docs/a.svg) [page](docs/b.md#c) [paper](https://x.org) [below](#d)\n```\n[x](y)\n```\n<!-- z -->\n"
+    assert script.index_readme(text, source) == (
+        "![A bar](https://example.org/o/n/raw/HEAD/docs/a.svg) [page](https://example.org/o/n/blob/HEAD/docs/b.md#c) "
+        "[paper](https://x.org) [below](#d)\n```\n[x](y)\n```\n"
+    )
+    assert script.index_readme(text) == (
+        "*(Picture: A bar.)* page [paper](https://x.org) [below](#d)\n```\n[x](y)\n```\n"
+    )
 
 
 def test_the_experiments_wheel_holds_every_file_and_the_published_numbers(experiments):

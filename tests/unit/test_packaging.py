@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 from netweight.codec.cuda import launching
 from netweight_experiments.tables.registry import published_folder
@@ -103,3 +104,17 @@ def test_files_name_the_projects_address_and_no_package_to_install(project):
     assert project.get("urls", {}).get("Homepage", "") == autoload.HOME
     written = [autoload.HINT, *map(str, vars(safetensors).values())]
     assert not [text for text in written if "pip install netweight" in text]
+
+
+def test_the_citation_names_this_version_and_the_papers_of_all_methods(project):
+    """The keys that the Citation File Format 1.2.0 requires, and each paper that README's first table links."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", project["version"])
+    assert citation["license"] == project["license"]
+    papers = citation["references"]
+    assert all({"type", "title", "authors", "year", "url"} <= paper.keys() for paper in papers)
+    table = (ROOT / "README.md").read_text().split("## What you can do")[1].split("## ")[0]
+    linked = set(re.findall(r"https://arxiv\.org/abs/[\d.]+", table))
+    assert len(linked) == 5
+    assert {paper["url"] for paper in papers} == linked
