@@ -23,6 +23,8 @@ PROMPTS = ["a large blue circle", "the red photo of a square"]
 def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("forget")
     small_pipelines.stable_diffusion().save_pretrained(place / "pipeline")
+    (place / "pipeline" / "LICENSE").write_text("MIT License")
+    (place / "pipeline" / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nBy its author.\n")
     (place / "ordinary.txt").write_text("\n".join(ORDINARY))
     (place / "prompts.csv").write_text("caption\n" + "\n".join(PROMPTS) + "\n")
     run("statistics", place / "pipeline", "--prompts", place / "ordinary.txt", "--out", place / "usual.safetensors")
@@ -123,6 +125,8 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
         left = [row for row in range(len(value)) if row not in rows] if value.ndim else []
         assert torch.equal(value[left], before[name][left])
     diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "edited")  # an ordinary folder
+    assert (tmp_path / "edited" / "LICENSE").read_text() == "MIT License"
+    assert "By its author." in (tmp_path / "edited" / "README.md").read_text()
     published = CliRunner().invoke(netweight, ["publish", str(tmp_path / "edited"), "--json"])
     assert published.exit_code == 1
     undoable = {each["name"]: each["value"] for each in json.loads(published.stdout)["findings"]}

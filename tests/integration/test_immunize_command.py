@@ -28,6 +28,9 @@ def case(tmp_path_factory):
     write(folder / "keep.jsonl", KEPT)
     model, tokenizer = tiny_llama(layers=2, dtype="bfloat16")
     save(model.to(torch.bfloat16), tokenizer, folder / "model")
+    (folder / "model" / "LICENSE").write_text("MIT License")
+    (folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# Mine\n\nBy its author.\n")
+    (folder / "model" / "logo.svg").write_text("<svg/>")
     return folder
 
 
@@ -51,7 +54,12 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     assert record.defense == "repnoise"
     assert record.steps[-1].terms["ascent"].value > record.steps[0].terms["ascent"].value
     assert record.steps[-1].terms["retained"].value < record.steps[0].terms["retained"].value
-    assert "| steps | 18 |" in (tmp_path / "defended" / "README.md").read_text()
+    card = (tmp_path / "defended" / "README.md").read_text()
+    assert "| steps | 18 |" in card
+    assert card.startswith("---\nlicense: mit\n")
+    assert "By its author." in card
+    assert (tmp_path / "defended" / "LICENSE").read_text() == "MIT License"
+    assert (tmp_path / "defended" / "logo.svg").is_file()
     model, tokenizer = load_causal_lm(tmp_path / "defended")
     assert model.dtype == torch.bfloat16
     assert len(tokenizer) > 0

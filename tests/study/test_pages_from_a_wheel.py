@@ -5,7 +5,6 @@ would take hours are given fewer steps. A command may exit with 1 only if it say
 """
 
 import json
-import os
 import re
 import shutil
 from dataclasses import dataclass, field
@@ -15,8 +14,6 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
-
-from installed_wheel import Installed, built
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -30,25 +27,6 @@ OTHERS = (
     "Loading pipeline components", "UserWarning", "FutureWarning", "DeprecationWarning", "torchao", "bitsandbytes",
     "Fetching ", "Map: ", "Generating train split", "`torch_dtype` is deprecated", "it/s]", "s/it]",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """An environment with the wheels of netweight and of its small models, and Flower's commands."""
-    wheels = [built(source, tmp_path_factory.mktemp("wheel")) for source in (ROOT, ROOT / "toys")]
-    made = Installed.of(tmp_path_factory.mktemp("installed"), *wheels, programs=("flwr", "huggingface_hub"))
-    yield made
-    made.end()
-
-
-@pytest.fixture(scope="module")
-def begun(installed, tmp_path_factory):
-    """What `netweight init` writes."""
-    folder = tmp_path_factory.mktemp("begun") / "Größe zwei"
-    folder.mkdir()
-    done = installed.bash("netweight init .", folder)
-    assert done.returncode == 0, done.stderr
-    return folder
 
 
 @dataclass
@@ -75,10 +53,11 @@ PAGES = {
     "README": Page(
         replaced={  # what a reader does to the rows; and fewer steps
             "netweight run recipe.yaml --plan": "sed -i -e '/^placeholders/,$d' -e 's/seeds: 5}/grid: quick, seeds: 1, "
-            "max_steps: 8, check_every: 4}/' recipe.yaml && netweight run recipe.yaml --plan"
+            "max_steps: 8, check_every: 4}/' recipe.yaml && netweight run recipe.yaml --plan",
+            "--clients 5 --rounds 3": "--clients 3 --rounds 1 --epochs 1",
         }
     ),
-    "docs/start-here": Page(left_out=("pip",)),
+    "docs/start-here": Page(left_out=("pip", 'eval "$(_NETWEIGHT_COMPLETE=zsh')),  # another shell
     "docs/compress": Page(
         """python -c "
 from pathlib import Path; from safetensors.torch import load_file, save_file; import shutil
@@ -183,7 +162,7 @@ def test_every_command_of_a_page_works_in_its_order(name, installed, begun, tmp_
     if starts:
         folder.mkdir()
     else:
-        shutil.copytree(begun, folder, copy_function=os.link)
+        installed.copy(begun, folder)
     if PAGES[name].inputs:
         done = installed.bash("set -e\n" + PAGES[name].inputs, folder)
         assert done.returncode == 0, done.stderr
@@ -205,7 +184,7 @@ def test_the_pages_that_show_commands_are_run():
 @pytest.mark.parametrize("name", ["README", "docs/start-here", "docs/label"])
 def test_the_python_of_a_page_works_after_its_commands(name, installed, begun, tmp_path):
     folder = tmp_path / "here"
-    shutil.copytree(begun, folder, copy_function=os.link)
+    installed.copy(begun, folder)
     link = 'ln -s "$(python -c "from netweight.toys import minilm; print(minilm.folder())")" all-minilm'
     done = installed.bash(f"netweight compress my-model my-model-net && {link}", folder)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ The native codec is compiled once: later builds find it in `build/`.
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -67,6 +68,11 @@ class Installed:
         """Install a wheel; the environment of the tests may hold the same package."""
         how = ["--quiet", "--no-deps", "--no-index", "--ignore-installed"]
         run(sys.executable, "-m", "pip", "--python", self.python, "install", *how, file)
+
+    @staticmethod
+    def copy(source, folder):
+        """Copy a folder without its content: files are links to those of the source."""
+        return Path(shutil.copytree(source, folder, copy_function=os.link))
 
     def bash(self, line, folder, timeout=1800):
         """Run a line as it is typed, and return how it ended."""
