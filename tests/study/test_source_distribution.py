@@ -14,11 +14,12 @@ from installed_wheel import run
 
 ROOT = Path(__file__).parents[2]
 NEEDED = ("pip", "scikit_build_core", "nanobind")
+MISSING = [name for name in NEEDED if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.study,
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not (ROOT / "CMakeLists.txt").is_file(), reason="outside a source tree"),
-    pytest.mark.skipif(any(importlib.util.find_spec(name) is None for name in NEEDED), reason="building needs " + str(NEEDED)),
+    pytest.mark.skipif(bool(MISSING), reason=f"building needs {', '.join(MISSING)}"),
 ]  # fmt: skip
 
 
