@@ -146,11 +146,12 @@ def test_what_is_localized_applied_and_undone(folder, tmp_path):
     assert (second["before"], second["neurons"]) == (done["after"], 1)  # what was off already is not scaled again
     assert torch.equal(weights(tmp_path / "twice")[f"{name}.weight"][free], 0.5 * before[f"{name}.weight"][free])
     assert sorted(path.name for path in (tmp_path / "twice" / "forget").iterdir()) == [
-        "001.json", "001.safetensors", "002.json", "002.safetensors",
+        "001-files", "001.json", "001.safetensors", "002-files", "002.json", "002.safetensors",
     ]  # fmt: skip
     run("undo", tmp_path / "twice", tmp_path / "once")
     run("undo", tmp_path / "once", tmp_path / "never")
     assert all(torch.equal(value, before[name]) for name, value in weights(tmp_path / "never").items())
+    assert (tmp_path / "never" / "README.md").read_text() == (folder / "pipeline" / "README.md").read_text()
     assert "no record" in run("undo", tmp_path / "never", tmp_path / "more", code=2)["error"]["message"]
     assert not (tmp_path / "more").exists()
 
