@@ -20,8 +20,8 @@ from torch.func import functional_call
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK, HyperFL
+from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.engine import round_by_round
-from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.method import without
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.small_cnn import small_cnn

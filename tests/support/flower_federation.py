@@ -6,7 +6,7 @@ from torch import nn
 from netweight.methods.federate import ClientData, HyperFL, LocalTraining, Task, fedavg
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
-from netweight.methods.federate.folder import named_method
+from netweight.methods.federate.catalog import named_method
 
 CLIENTS = 3
 TRAINING = LocalTraining(epochs=1, batch_size=8)

@@ -17,10 +17,10 @@ from netweight.core.seeds import derive
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
+from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.exposure import AuditConfig, _pixel_range, audit, exposure
 from netweight.methods.federate.exposure_report import exposure_figure, exposure_findings, exposure_table
-from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.observation import observe, read_update

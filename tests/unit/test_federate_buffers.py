@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
-from netweight.methods.federate.algorithms.direct import FedBN, dp_fedavg, fedavg_private_head
+from netweight.methods.federate.algorithms.direct import fedavg_private_head
+from netweight.methods.federate.algorithms.fedbn import FedBN
+from netweight.methods.federate.algorithms.private_sgd import dp_fedavg
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_examples, by_opacus, clipped_sum
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.local_model import LocalModel

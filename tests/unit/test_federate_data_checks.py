@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from netweight.errors import NetweightError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, fedavg, train
-from netweight.methods.federate.algorithms.direct import scaffold
+from netweight.methods.federate.algorithms.scaffold import scaffold
 from netweight.methods.federate.data_checks import refuse_unfit_examples
 
 TRAINING = LocalTraining(epochs=1, lr=0.05, batch_size=5)

@@ -25,20 +25,17 @@ from netweight.methods.federate import (
     train,
 )
 from netweight.methods.federate import engine as engine_module
-from netweight.methods.federate.algorithms.direct import (
-    DirectMethod,
-    Ditto,
-    FedBN,
-    FedProx,
-    Scaffold,
-    fedavg_private_head,
-    join,
-    local_only,
-)
+from netweight.methods.federate.algorithms.direct import DirectMethod, fedavg_private_head, local_only
+from netweight.methods.federate.algorithms.ditto import Ditto
+from netweight.methods.federate.algorithms.fedbn import FedBN
+from netweight.methods.federate.algorithms.fedprox import FedProx
+from netweight.methods.federate.algorithms.scaffold import Scaffold
+from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
+from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.engine import Run
-from netweight.methods.federate.folder import METHODS as METHODS_BY_NAME
-from netweight.methods.federate.folder import FederationPlan, named_method
+from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.history import Round, at_plateau
+from netweight.methods.federate.joining import join
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult
 from netweight.methods.federate.settings import Phase

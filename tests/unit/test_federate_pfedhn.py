@@ -18,8 +18,8 @@ from netweight.methods.federate.algorithms.pfedhn import (
     pfedhn,
     pfedhn_pc,
 )
+from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.engine import Run
-from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import Update, check_allow_list

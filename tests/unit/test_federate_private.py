@@ -10,14 +10,8 @@ from torch import Tensor, nn
 
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, train
-from netweight.methods.federate.algorithms.direct import (
-    DirectMethod,
-    centaur,
-    dp_fedavg,
-    epsilon_caveats,
-    fedavg,
-    ppsgd,
-)
+from netweight.methods.federate.algorithms.direct import DirectMethod, epsilon_caveats, fedavg
+from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg, ppsgd
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.local_model import LocalModel

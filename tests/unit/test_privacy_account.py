@@ -14,7 +14,8 @@ from torch import nn
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, epsilon_of, guarantee, privacy_of
-from netweight.methods.federate.algorithms.direct import DirectMethod, centaur, dp_fedavg, ppsgd
+from netweight.methods.federate.algorithms.direct import DirectMethod
+from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg, ppsgd
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.refusal import RefusalLimits

@@ -19,7 +19,8 @@ from torch import nn
 
 from netweight.data.images import Images, load
 from netweight.methods.federate import Federation, Task, train
-from netweight.methods.federate.algorithms.direct import dp_fedavg, fedavg, local_only
+from netweight.methods.federate.algorithms.direct import fedavg, local_only
+from netweight.methods.federate.algorithms.private_sgd import dp_fedavg
 from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.settings import LocalTraining

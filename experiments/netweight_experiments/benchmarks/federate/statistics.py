@@ -17,7 +17,8 @@ from torch import nn
 from netweight.data.images import load
 from netweight.methods.federate import Federation, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
-from netweight.methods.federate.folder import REFERENCE_SPLIT, named_method
+from netweight.methods.federate.catalog import named_method
+from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
 from netweight_experiments.benchmarks.script import fill
 

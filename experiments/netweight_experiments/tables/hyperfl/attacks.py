@@ -27,8 +27,8 @@ from netweight.data.images import Images
 from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.accounting import noise_multiplier
 from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK
+from netweight.methods.federate.catalog import METHODS, named_method
 from netweight.methods.federate.engine import Run
-from netweight.methods.federate.folder import METHODS, named_method
 from netweight.methods.federate.method import without
 from netweight.methods.federate.observation import Observation, observe, read_update
 from netweight.methods.federate.partition import client_sizes

@@ -21,7 +21,8 @@ from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, LocalTraining, Method, Task, train
 from netweight.methods.federate.accounting import noise_multiplier_for_all
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
-from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan, entry_of
+from netweight.methods.federate.catalog import entry_of
+from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan
 from netweight.methods.federate.partition import federated_images
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Finding

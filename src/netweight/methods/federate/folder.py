@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field
 
@@ -17,6 +14,7 @@ from netweight.core.lazy import import_named
 from netweight.core.names import not_found
 from netweight.errors import UsageError
 from netweight.hf.pipeline_settings import parsed_size
+from netweight.methods.federate.catalog import entry_of, named_method
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.settings import Cli, Settings
 
@@ -344,81 +342,3 @@ class FederationPlan(_Request):
                 f"{folder} contains no federation: there is no {PLAN_FILE}.", cure="Make one: netweight federate run."
             )
         return cls.of(json.loads(path.read_text()))
-
-
-@final
-@dataclass(frozen=True)
-class Entry:
-    """A method of the catalog."""
-
-    home: str
-    """Module and name of what makes the method."""
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the constructor."""
-    training: LocalTraining | None = LocalTraining()
-    """Settings of local training; None if they are of another kind than HyperFL's."""
-    private: bool = False
-    """True if local training is differentially private and takes a noise multiplier."""
-    has_epsilon: bool = True
-    """True if some ε holds for a private method."""
-
-
-# A step moves a weight that a code m generates (1 + |m|²) times as far as it would move the weight itself, about 25
-# times at the start, while weight decay pulls no harder. A quarter of the paper's rate with forty times its decay keeps
-# the training loss above 0, and so local training worth its while, to the last round.
-_GENTLE = LocalTraining(lr=0.005, weight_decay=0.02)
-_FROM_BODY = {"start_from": "body"}
-
-METHODS: Mapping[str, Entry] = {
-    "hyperfl": Entry("hyperfl:HyperFL"),
-    "hyperfl-body": Entry("hyperfl:HyperFL", {**_FROM_BODY, "joint_head": True, "name": "hyperfl-body"}),
-    "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
-    "fedavg": Entry("direct:fedavg"),
-    "fedavg-private-head": Entry("direct:fedavg_private_head"),
-    "fedrep": Entry("direct:fedavg_private_head", {"name": "fedrep"}),
-    "fedprox": Entry("direct:fedprox"),
-    "ditto": Entry("direct:ditto"),
-    "fedbn": Entry("direct:fedbn"),
-    "scaffold": Entry("direct:scaffold", training=LocalTraining(momentum=0.0)),
-    "local": Entry("direct:local_only"),
-    "pfedhn": Entry("pfedhn:pfedhn", training=None),
-    "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
-    "dp-fedavg": Entry("direct:dp_fedavg", private=True),
-    "centaur": Entry("direct:centaur", private=True, has_epsilon=False),
-    "ppsgd": Entry("direct:ppsgd", private=True, has_epsilon=False),
-}
-
-
-def entry_of(name: str) -> Entry:
-    """Look a method up."""
-    if name not in METHODS:
-        raise not_found(f"There is no method {name!r}.", name, METHODS)
-    return METHODS[name]
-
-
-def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
-    """Make a method by the name that commands and tables use.
-
-    Args:
-        name: A key of `METHODS`.
-        training: Local training; the method's own by default.
-        noise_multiplier: Noise of a differentially private method, which
-            `accounting.noise_multiplier_for_all` computes from a budget; for no other.
-
-    Raises:
-        NameNotFound: There is no such method.
-        UsageError: Noise is missing, or given to a method that adds none.
-    """
-    entry = entry_of(name)
-    if entry.private and noise_multiplier is None:
-        raise UsageError(
-            f"{name} is differentially private and needs noise.",
-            cure="Give a noise multiplier; `accounting.noise_multiplier_for_all` turns an ε into one.",
-        )
-    if not entry.private and noise_multiplier is not None:
-        raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
-    training = training or entry.training
-    given = {"training": training, "noise_multiplier": noise_multiplier}
-    make = pkgutil.resolve_name(f"netweight.methods.federate.algorithms.{entry.home}")
-    method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
-    return method

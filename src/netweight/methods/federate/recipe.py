@@ -21,11 +21,12 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
+from netweight.methods.federate.catalog import entry_of
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.engine import Run, finished, train
 from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, exposure
 from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
-from netweight.methods.federate.folder import FederationPlan, FolderFederation, entry_of
+from netweight.methods.federate.folder import FederationPlan, FolderFederation
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import Search

@@ -20,10 +20,10 @@ from torch import nn
 from netweight.core.files import digest_config, whole_file
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
+from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.engine import run_key
 from netweight.methods.federate.finished import HISTORY as HISTORY
-from netweight.methods.federate.folder import named_method
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.rounds import Rounds
 from netweight.methods.federate.settings import Federation, LocalTraining

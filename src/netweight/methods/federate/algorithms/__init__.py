@@ -1,1 +1,1 @@
-"""Federated algorithms: `direct` trains a network, whole or in part; `hyperfl` and `pfedhn` one that generates it."""
+"""Federated algorithms, each a file: `direct` trains a network, `hyperfl` and `pfedhn` one that generates it."""
