@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from collected import DESELECTED
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does; processes that tests start inherit it
@@ -41,6 +42,12 @@ LONG = (
 def pytest_collection_modifyitems(items):
     """Order files; `make test` hands them to its processes in this order."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
+
+def pytest_deselected(items):
+    """Keep the names of tests that are left out, for the test that looks for tests by their names."""
+    for item in items:
+        item.config.stash.setdefault(DESELECTED, []).append(item.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import warm
+from collected import DESELECTED
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "model-families.md"
@@ -80,7 +81,8 @@ def test_the_tests_are_there(request):
             if not any(line == test or line.startswith(f"{test}[") for line in collected)
         ]
 
-    if lost([item.nodeid for item in request.session.items]):  # not all files are run, or not their studies
+    deselected = request.config.stash.get(DESELECTED, [])
+    if lost([*(item.nodeid for item in request.session.items), *deselected]):  # not all files are run
         command = ["-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings="]
         files = sorted({test.split("::")[0] for test in TESTS.values()})
         collection = warm.run(*command, "--import-mode=importlib", "--collect-only", "-q", *files, cwd=ROOT)

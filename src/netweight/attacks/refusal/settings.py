@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, final
+from typing import TYPE_CHECKING, Annotated, ClassVar, final
 
-from pydantic import Field
+from pydantic import Field, create_model
 
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.refusal.edits import EDITS
-from netweight.attacks.refusal.edits.base import BaseMixture
-from netweight.attacks.refusal.edits.directions import Directions
 from netweight.attacks.refusal.edits.edit import EditSettings
-from netweight.attacks.refusal.edits.layerwise import LayerwiseDirections
-from netweight.attacks.refusal.edits.norm_preserving import NormPreservingDirections
-from netweight.attacks.refusal.edits.pruning import Pruning
-from netweight.attacks.refusal.edits.subspaces import Subspaces
 from netweight.core.names import not_found
 from netweight.data.text_options import RowSource, TextOptions
 from netweight.errors import UsageError
@@ -35,7 +29,25 @@ PHRASES = (
 model's own."""
 
 
-class RefusalSettings(TextOptions):
+# Kind of edit → the field with its settings; the field `base` is a model.
+_FIELDS = {kind: "mixture" if kind == "base" else kind.replace("-", "_") for kind in EDITS}
+
+if TYPE_CHECKING:
+
+    class _EditOptions(TextOptions):
+        pass
+else:
+    _EditOptions = create_model(
+        "_EditOptions",
+        __base__=TextOptions,
+        **{
+            _FIELDS[kind]: (type(edit), Field(edit, description=f"Settings of the kind {kind}."))
+            for kind, edit in EDITS.items()
+        },
+    )
+
+
+class RefusalSettings(_EditOptions):
     """Settings of the removal of refusal from a model folder, and its targets."""
 
     option_groups: ClassVar = {
@@ -43,8 +55,7 @@ class RefusalSettings(TextOptions):
         "Models": ("base", "device"),
         "Judges": ("judge", "phrases", "helps"),
         "Edits": (
-            "edits", "finalists", "new_tokens", "most_divergence", "least_left", "directions", "norm_preserving",
-            "subspaces", "layerwise", "pruning", "mixture",
+            "edits", "finalists", "new_tokens", "most_divergence", "least_left", *_FIELDS.values(),
         ),
     }  # fmt: skip
 
@@ -79,16 +90,6 @@ class RefusalSettings(TextOptions):
     edits: Annotated[tuple[str, ...], Cli(comma=True, metavar="KIND,KIND,...")] = Field(
         tuple(EDITS), min_length=1, description=f"Kinds of edits that are tried: {', '.join(EDITS)}."
     )
-    directions: Directions = Field(Directions(), description="Removal of one direction from the residual stream.")
-    norm_preserving: NormPreservingDirections = Field(
-        NormPreservingDirections(), description="The same, with the length of states restored."
-    )
-    subspaces: Subspaces = Field(Subspaces(), description="Removal of several directions from the residual stream.")
-    layerwise: LayerwiseDirections = Field(
-        LayerwiseDirections(), description="Removal of each block's own direction from it."
-    )
-    pruning: Pruning = Field(Pruning(), description="Neurons switched off.")
-    mixture: BaseMixture = Field(BaseMixture(), description="The base mixed in.")
     finalists: int = Field(
         3,
         ge=1,
@@ -114,7 +115,7 @@ class RefusalSettings(TextOptions):
     def chosen_edits(self) -> Iterator[tuple[str, EditSettings]]:
         """Yield the kinds of edits that are tried, with their settings."""
         for kind in self.edits:
-            yield kind, getattr(self, {"base": "mixture"}.get(kind, kind.replace("-", "_")))
+            yield kind, getattr(self, _FIELDS[kind])
 
     def check(self) -> None:
         """Refuse the same prompts on both sides, and kinds of edits that do not exist."""

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, final
 
-from pydantic import DirectoryPath, Field, FilePath
+from pydantic import DirectoryPath, Field, FilePath, create_model
 
 from netweight.attacks.embedding_search.settings import FolderSearch, PredictionKind
 from netweight.errors import UsageError
 from netweight.hf.pipeline_settings import PipelineSettings
-from netweight.methods.forget.edits import EDITS, ClosedForm, Distil, Edit, Esd, Neurons, Siss
+from netweight.methods.forget.edits import EDITS, Edit, Neurons
 from netweight.methods.forget.edits.trained import TrainedEdit
 from netweight.methods.forget.settings import DetectionConfig, GenerationSettings, LocalizationConfig, Timing
 from netweight.settings import Cli, Settings
 
-EditMethod = Literal["closed-form", "siss", "neurons", "distil", "esd"]
+if TYPE_CHECKING:
+    EditMethod = str
+
+    class _EditSettings(Settings):
+        neurons: Neurons
+else:
+    EditMethod = Literal[*EDITS]
+    # One field for each edit: its name, with its settings.
+    _EditSettings = create_model(
+        "_EditSettings",
+        __base__=Settings,
+        **{
+            name.replace("-", "_"): (
+                Annotated[edit, Cli(only_with=f"method={name}")],
+                Field(edit(), description=f"Settings of {name}."),
+            )
+            for name, edit in EDITS.items()
+        },
+    )
 _COLUMN: Any = Field(
     "prompt,caption,text",
     description="Column with the prompts; of several names, the first that a file has.",
@@ -23,7 +41,7 @@ _COLUMN: Any = Field(
 
 
 @final
-class FolderForgetting(Settings):
+class FolderForgetting(_EditSettings):
     """Memorized prompts made to forget in a pipeline folder."""
 
     option_groups: ClassVar = {
@@ -55,13 +73,6 @@ class FolderForgetting(Settings):
         "edit. By default the ordinary prompts whose images are least correlated with the "
         "memorized ones. Not with neurons.",
     )
-    closed_form: Annotated[ClosedForm, Cli(only_with="method=closed-form")] = Field(
-        ClosedForm(), description="Settings of closed-form."
-    )
-    siss: Annotated[Siss, Cli(only_with="method=siss")] = Field(Siss(), description="Settings of siss.")
-    neurons: Annotated[Neurons, Cli(only_with="method=neurons")] = Field(Neurons(), description="Settings of neurons.")
-    distil: Annotated[Distil, Cli(only_with="method=distil")] = Field(Distil(), description="Settings of distil.")
-    esd: Annotated[Esd, Cli(only_with="method=esd")] = Field(Esd(), description="Settings of esd.")
     undo: bool = Field(
         True,
         description="Keep the original weights in the folder, so that the edit can be undone. Anybody who has "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @final
 class BaseMixture(EditSettings):
-    """Edit that mixes the base into the model."""
+    """The base mixed into the model."""
 
     shares: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         (0.5, 1.0, 1.5),

@@ -14,7 +14,7 @@ from netweight.settings import Cli
 
 @final
 class LayerwiseDirections(EditSettings):
-    """From where on blocks are edited, and how much of their direction they lose."""
+    """Removal of each block's own direction from it, from some block on."""
 
     starts: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Cli(own=False)] = Field(
         (0.0, 0.3, 0.6), min_length=1, description="Depths, as shares of all blocks, from which on blocks are edited."

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @final
 class NormPreservingDirections(EditSettings):
-    """Blocks from which a direction is taken."""
+    """Removal of one direction from the residual stream, with the length of states restored."""
 
     depth: Annotated[float, Cli(own=False)] = Field(
         0.8, gt=0, le=1, description="Share of the blocks, counted from the first, whose direction is tried."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @final
 class Pruning(EditSettings):
-    """Edit that switches neurons off."""
+    """Neurons switched off."""
 
     shares: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Cli(own=False)] = Field(
         (0.01, 0.03, 0.1), min_length=1, description="Shares of the feed-forward neurons that are switched off."

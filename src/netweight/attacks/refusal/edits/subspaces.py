@@ -17,7 +17,7 @@ from netweight.settings import Cli
 
 @final
 class Subspaces(EditSettings):
-    """Blocks from which a subspace is taken, and its dimension."""
+    """Removal of several directions from the residual stream."""
 
     ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Cli(own=False)] = Field(
         (4,), min_length=1, description="Dimensions of the subspaces that are tried."

@@ -43,7 +43,7 @@ class Ditto(MethodWrapper):
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the personal model: at first the shared one's start."""
         return prefixed(_PERSONAL, named_weights(task, initial_weights(task))) | prefixed(
-            STATISTICS, task.initialkept_statistics()
+            STATISTICS, task.initial_statistics()
         )
 
     def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:

@@ -54,7 +54,7 @@ class Scaffold(MethodWrapper):
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the client's own control variate of zero, and running statistics."""
         zero = {name: torch.zeros_like(value) for name, value in named_weights(task, initial_weights(task)).items()}
-        return prefixed(_CONTROL, zero) | prefixed(STATISTICS, task.initialkept_statistics())
+        return prefixed(_CONTROL, zero) | prefixed(STATISTICS, task.initial_statistics())
 
     def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
         """Return the received model."""
