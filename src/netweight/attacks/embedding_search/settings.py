@@ -39,7 +39,6 @@ class SearchSettings(Settings):
     lr: float = Field(0.1, gt=0, description="Learning rate as a share of the embedding's root mean square.")
     rates: Annotated[tuple[Rate, ...], Cli(own=False)] = Field(
         (),
-        exclude_if=lambda rates: not rates,
         description="Further learning rates, such as 0.3,1; each gets a search of its own.",
     )
     schedule: Literal["cosine", "constant"] = Field(
@@ -54,14 +53,13 @@ class SearchSettings(Settings):
     relearning: Annotated[float, Cli(own=False)] = Field(
         1e-3,
         gt=0,
-        exclude_if=lambda rate: rate == 1e-3,
         description="Learning rate of AdamW for attacks that train weights; for LoRA it is multiplied by ten.",
     )
     restarts: int = Field(
         1, ge=1, description="Searches from each starting point, with different draws, prompts and noise."
     )
     first: Annotated[bool, Cli(own=False)] = Field(
-        False, exclude_if=lambda first: not first, description="Stop a search when one of its trials has succeeded."
+        False, description="Stop a search when one of its trials has succeeded."
     )
     radius: float | None = Field(
         None,

@@ -28,11 +28,6 @@ GRIDS = ("single", "quick", "paper")  # names that `named_grid` knows
 DEFENDED = "defended"  # what the model in question is called in reports
 
 
-def _is(default: object) -> Callable[[object], bool]:
-    """Leave a field that came later out of digests where it has its default, so that ledgers are remembered."""
-    return lambda value: value == default
-
-
 @final
 class AttackSettings(Settings):
     """One fine-tuning attack.
@@ -51,35 +46,28 @@ class AttackSettings(Settings):
     )
     trains: Literal["all", "embeddings", "norms", "prompt"] = Field(
         "all",
-        exclude_if=_is("all"),
         description="Which weights: all, input and output embeddings, normalizations, or none but eight vectors that "
         "stand before every harmful prompt.",
     )
     rows: Literal["kept", "copied", "fresh"] = Field(
         "kept",
-        exclude_if=_is("kept"),
         description="Change, before the first step, to the embedding rows of tokens that occur only in harmful "
         "prompts: kept (no change), copied (rows of tokens that occur only in benign prompts), or fresh (a new draw).",
     )
-    bits: int | None = Field(
-        None, ge=2, le=8, exclude_if=_is(None), description="Bits that matrices are rounded to before the first step."
-    )
+    bits: int | None = Field(None, ge=2, le=8, description="Bits that matrices are rounded to before the first step.")
     of_other: float = Field(
         0.0,
-        exclude_if=_is(0.0),
         description="Share of the other model that the attacker has in the weights at the start; negative subtracts.",
     )
     noise: float = Field(
         0.0,
         ge=0,
-        exclude_if=_is(0.0),
         description="Noise on every weight before the first step, as a share of its matrix's standard deviation.",
     )
     average: float = Field(
         0.0,
         ge=0,
         lt=1,
-        exclude_if=_is(0.0),
         description="Decay of a running mean of the weights, which is evaluated; 0 evaluates the weights.",
     )
     samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")

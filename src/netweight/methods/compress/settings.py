@@ -29,7 +29,6 @@ class CompressSettings(Settings):
     )
     base: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None,
-        exclude_if=lambda base: base is None,  # records of runs without one stay as they were
         description="Base model, compressed or not, from which differences are stored: a file, a folder "
         "with the same files, or an id on the hub. Whoever opens the result needs the same base.",
     )
