@@ -498,6 +498,7 @@ _COMPLAINTS = {
     "dict_type": "must be a mapping of names to values, not {value}.",
     "model_type": "must be a mapping of names to values, not {value}.",
     "model_attributes_type": "must be a mapping of names to values, not {value}.",
+    "too_short": "must have at least {min_length} entry, not {value}.",
     "literal_error": "must be {expected}, not {value}.",
     "greater_than": "must be greater than {gt}, not {value}.",
     "greater_than_equal": "must be at least {ge}, not {value}.",

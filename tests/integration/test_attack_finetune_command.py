@@ -115,6 +115,9 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     assert result["threshold"] == 0.3
     assert result["findings"][0]["name"] == "steps to recover, best attack, model"
     assert result["findings"][0]["value"] <= 16
+    guessed = call(case, tmp_path / "guessed", "--threshold", "0.01", base=False)
+    assert guessed.exit_code == 2
+    assert "is reached by always guessing the commonest token" in guessed.output
     text = CliRunner().invoke(
         netweight,
         ["attack", "finetune", str(case / "defended"), "--harmful", str(case / "harmful.jsonl"), "--threshold", "0.3",
@@ -269,7 +272,7 @@ def test_rows_with_one_prompt_are_not_parted():
             part_by_prompt(examples, share, seed=0)
 
 
-def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp_path):
+def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp_path, monkeypatch):
     arguments = {"model": str(case / "base"), "harmful": str(case / "harmful.jsonl")}
     name = SubjectName("undefended", FACTORY, arguments)
     settings = grid(lr=(2e-3, 3e-3), samples=38, epochs=2, max_steps=16, check_every=4, seed=(3, 4))
@@ -284,6 +287,10 @@ def test_a_threshold_is_found_by_attacking_and_needs_something_to_gain(case, tmp
     assert len((tmp_path / "soon" / "attacks.jsonl").read_text().splitlines()) == 1  # one attack is always made
     with pytest.raises(NoThreshold, match="No attack has an effect on the undefended model"):
         calibrate(name, grid(lr=1e-9, samples=8, max_steps=2), folder=tmp_path / "other", engine=in_process)
+    with monkeypatch.context() as patch:
+        patch.setattr("netweight.attacks.finetuning.calibration.chance", lambda rows: found.best)
+        with pytest.raises(NoThreshold, match="No attack brings the undefended model above chance"):
+            calibrate(name, settings, folder=tmp_path / "work", engine=in_process)
 
 
 @pytest.fixture(params=["in its place", pytest.param("ray", marks=pytest.mark.study)])

@@ -192,12 +192,12 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
         assert words in answer.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["unpaired.jsonl"]
     model, tokenizer = load_causal_lm(case / "model")
-    word = json.loads((case / "pairs.jsonl").read_text().splitlines()[0])["prompt"].split()[0]
-    tokenizer.add_tokens([word])
+    prompt = json.loads((case / "pairs.jsonl").read_text().splitlines()[0])["prompt"]
+    tokenizer.add_tokens([prompt])
     save(model, tokenizer, tmp_path / "model")
     answer = call(tmp_path, tmp_path / "x", "--pairs", case / "pairs.jsonl", "--retain", case / "keep.jsonl")
     assert answer.exit_code == 2
-    assert f"The rows contain {word!r}, which were added to the tokenizer" in answer.output
+    assert f"The rows contain {prompt!r}, which were added to the tokenizer" in answer.output
     tokenizer = load_causal_lm(case / "model")[1]
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan

@@ -180,3 +180,9 @@ def test_the_template_of_a_processor_is_the_tokenizers(sound, tmp_path):
     (folder / "chat_template.json").write_text("{")
     with pytest.raises(UsageError, match=r"chat_template\.json cannot be read"):
         load_causal_lm(folder)
+
+
+@pytest.mark.parametrize("device", ["gpu0", "", pytest.param("cuda:99")])
+def test_a_device_that_is_not_there_is_named_before_a_model_is_opened(sound, device):
+    with pytest.raises(UsageError, match=f"The device '{device}' cannot be used: .*--device cpu"):
+        load_causal_lm(sound, device=device)

@@ -372,6 +372,17 @@ def test_gradients_are_the_same_with_activation_checkpointing(fidelity):
     assert not any(module._forward_hooks for name, module in model.named_modules() if name.endswith("mlp"))
 
 
+def test_few_depths_are_drawn_by_default_where_the_vocabulary_is_large(monkeypatch):
+    model, batch = decoder(layers=4), collate_pairs(some_pairs(), pad_id=0)
+
+    def ascent(**settings):
+        return number(harmful_terms(model, batch, RepNoise(noise_tokens=4, **settings), generator=drawn())[1])
+
+    every, two = ascent(), ascent(lens_layers=2)
+    monkeypatch.setattr("netweight.methods.immunize.defenses.repnoise.LARGE_VOCABULARY", VOCABULARY - 1)
+    assert ascent() == two != every
+
+
 def test_no_lens_leaves_the_models_own_loss():
     model, batch = decoder(), collate_pairs(some_pairs(), pad_id=0)
     _, ascent = harmful_terms(model, batch, RepNoise(lens_layers=0), generator=drawn())

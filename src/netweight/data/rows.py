@@ -170,6 +170,8 @@ def _public_set(source: str) -> Any:
         raise UsageError(
             f"{source} has too many parts.", cure=f"Give {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT."
         )
+    if not all((name, *parts)):
+        raise UsageError(f"{source} names no data set.", cure=f"Give {HUB}NAME or {HUB}NAME:SPLIT.")
     configuration, split = (parts[0], parts[1]) if len(parts) == 2 else (None, "".join(parts))
     datasets = library("datasets", "A named data set", "llm")
     try:

@@ -17,6 +17,7 @@ _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
     "tekken.json",
 )  # fmt: skip
+_GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
 _CONFIGURATIONS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
@@ -60,9 +61,29 @@ def check_language_model(folder: str | Path) -> None:
             f"{folder} ({name}) is {reason}, and this command supports only decoder language models.",
             cure=f"Such a model can be compressed: netweight compress {folder} NEW.",
         )
+    check_generates(folder, config)
     check_quantization(folder, config)
     check_weight_files(folder)
     check_tokenizer(folder, name)
+
+
+def check_generates(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse a model without its output layer over the vocabulary, such as LlamaModel, or with another one.
+
+    Args:
+        folder: A model's folder.
+        config: Its configuration.
+
+    Raises:
+        UsageError: None of its architectures generates text.
+    """
+    names = [str(name) for name in config.get("architectures") or ()]
+    if names and not any(part in name for name in names for part in _GENERATES):
+        raise UsageError(
+            f"{folder} contains {', '.join(names)}, which does not generate text, and a causal language model is "
+            "needed.",
+            cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
+        )
 
 
 def check_weight_files(folder: Path) -> None:

@@ -24,11 +24,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from netweight.core.devices import check_device
 from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
-from netweight.hf.families import check_quantization, check_tokenizer, check_weight_files, model_config
+from netweight.hf.families import (
+    check_generates,
+    check_quantization,
+    check_tokenizer,
+    check_weight_files,
+    model_config,
+)
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
 
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Open a causal language model in evaluation mode, in the dtype it was saved in."""
+    check_device(device)
     model, tokenizer = _opened(Path(folder), "AutoModelForCausalLM", "auto", "a causal language model")
     rows = vocabulary_of(model)
     if tokenizer.eos_token is None:
@@ -121,7 +129,6 @@ def _template_beside(folder: Path) -> str:
 
 
 _TRIED_TOKENS = 16  # of the vocabulary, in the check of outputs
-_GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: bool) -> None:
@@ -133,11 +140,8 @@ def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: b
             f"{folder} contains {named}, an encoder-decoder, and {what} is needed.",
             cure="Name the folder of a decoder.",
         )
-    if causal and names and not any(part in name for name in names for part in _GENERATES):
-        raise UsageError(
-            f"{folder} contains {named}, which does not generate text, and {what} is needed.",
-            cure="Name the folder of a decoder with its output layer, such as LlamaForCausalLM.",
-        )
+    if causal:
+        check_generates(folder, config)
     check_quantization(folder, config)
     check_tokenizer(folder, named)
 

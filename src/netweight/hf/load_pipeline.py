@@ -22,6 +22,7 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from netweight.core.devices import check_device
 from netweight.core.files import digest_config, digest_tensor
 from netweight.core.foreign_errors import opening, refuse_missing_weights, running
 from netweight.core.lazy import open_compressed_with
@@ -444,6 +445,7 @@ def load_text_to_image(
         )
     _decompress(pipeline)
     lora = _merge_lora(pipeline, folder)
+    check_device(device)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name, size=size)
     model.files, model.lora = files, lora
     pipeline.set_progress_bar_config(disable=True)

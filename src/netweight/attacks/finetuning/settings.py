@@ -347,6 +347,8 @@ class FolderAttack(TextOptions):
 
     def check(self) -> None:
         """Refuse what could only fail later."""
+        if self.lr == ():
+            raise UsageError("The list of learning rates is empty.", cure="Give --lr LR,LR,..., or leave it out.")
         if self.address is not None and self.engine != "ray":
             raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
         if self.benign_share and self.benign is None:
