@@ -45,4 +45,6 @@ def test_the_page_says_of_each_error_what_kind_it_is_and_what_to_do():
         assert (f"`{kind.__name__}`" in kinds) == (errors.UsageError in kind.__bases__), kind
         told = [line[4:].split("**")[0] for line in text.splitlines() if line.startswith("- **")]
         assert told[:3] == ["Symptom", "Cause", "Fix"], kind
-        assert kind.exit_code == (3 if kind in (errors.Unsupported, errors.CorruptBlob, errors.UnsafeInput) else 2)
+        assert kind.exit_code == (
+            3 if issubclass(kind, (errors.Unsupported, errors.CorruptBlob, errors.UnsafeInput)) else 2
+        )
