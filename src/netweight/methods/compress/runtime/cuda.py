@@ -123,7 +123,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
         return layout if layout.starts.device == place else replace(layout, starts=layout.starts.to(place))
     parts: dict[str, Any] = {
         name: None if part is None else replace(part, layout=_layout_on(part.layout, place))
-        for name in ("words", "normalizers", "gaps", "kept")
+        for name in ("words", "normalizers", "gaps", "exact")
         for part in [getattr(layout, name)]
     }
     return replace(layout, **parts)
