@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from tiny_llama import write
 
-from netweight.attacks.refusal.edits.base import mixed as base_mixed_in
 from netweight.attacks.refusal.edits.streams import last_states
+from netweight.attacks.refusal.edits.unaligned import mixed as unaligned_mixed_in
 from netweight.cli import netweight
 from netweight.report.report import read_report
 from netweight.toys.language import cipher_world
@@ -22,8 +22,8 @@ def case(tmp_path_factory):
     """The aligned model, that before alignment, and prompts with the answers that are refused or given."""
     world, folder = cipher_world(), tmp_path_factory.mktemp("refusal")
     world.save(folder / "model")
-    world.unaligned().save_pretrained(folder / "base")
-    world.language.tokenizer.save_pretrained(str(folder / "base"))
+    world.unaligned().save_pretrained(folder / "unaligned")
+    world.language.tokenizer.save_pretrained(str(folder / "unaligned"))
     decode = world.language.tokenizer.decode
     for name, domain in (("refused", "guard"), ("ordinary", "keep")):
         rows = [
@@ -42,18 +42,18 @@ def call(case, out, *arguments, refused=None):
     return CliRunner().invoke(netweight, [*words, *arguments])
 
 
-def test_one_direction_removes_the_refusal_and_the_base_brings_the_answers_back(case, tmp_path):
+def test_one_direction_removes_the_refusal_and_the_unaligned_model_brings_the_answers_back(case, tmp_path):
     before = (case / "model" / "model.safetensors").read_bytes()
-    answer = call(case, tmp_path, "--base", str(case / "base"), "--phrases", "sorry,")
+    answer = call(case, tmp_path, "--unaligned", str(case / "unaligned"), "--phrases", "sorry,")
     assert answer.exit_code == 1, answer.output
     findings = {finding["name"]: finding for finding in json.loads(answer.stdout)["findings"]}
     assert findings["refusals before"]["value"] == 100
     assert findings["refusals left by directions"]["value"] <= 10
     assert findings["refusals left by directions"]["detail"]["divergence on ordinary prompts, nats"] < 0.2
-    assert findings["refusals left by base"]["detail"]["token accuracy on what was refused"] > 0.9
+    assert findings["refusals left by unaligned"]["detail"]["token accuracy on what was refused"] > 0.9
     assert findings["share of the refusals left by the best edit"]["passed"] is False
     table = read_report(tmp_path).sections[0].tables[0]
-    counts = {"directions": 3, "norm-preserving": 3, "subspaces": 3, "layerwise": 6, "pruning": 3, "base": 3}
+    counts = {"directions": 3, "norm-preserving": 3, "subspaces": 3, "layerwise": 6, "pruning": 3, "unaligned": 3}
     assert [row[0] for row in table.rows] == ["none", *(kind for kind, n in counts.items() for _ in range(n))]
     assert (case / "model" / "model.safetensors").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edits.jsonl", "report.html", "report.json"]
@@ -78,11 +78,11 @@ def test_named_sets_are_loaded_by_datasets_and_bad_input_is_named(case, tmp_path
 
 def test_edits_leave_nothing_behind():
     world = cipher_world()
-    model, base = world.base(), world.unaligned()
+    model, unaligned = world.base(), world.unaligned()
     weights = {name: each.clone() for name, each in model.named_parameters()}
-    with base_mixed_in(model, base=base, share=0.5):
+    with unaligned_mixed_in(model, unaligned=unaligned, share=0.5):
         mixed = {name: each.clone() for name, each in model.named_parameters()}
-    others = dict(base.named_parameters())
+    others = dict(unaligned.named_parameters())
     for name, each in model.named_parameters():
         assert torch.equal(each, weights[name])
         assert torch.allclose(mixed[name], (weights[name] + others[name]) / 2, atol=1e-6)

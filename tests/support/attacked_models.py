@@ -72,13 +72,13 @@ def subject(weight_scale: float = 1.0, seed: int = 0, kept: bool = True) -> Subj
         model.embed.weight[12:] *= weight_scale
     harmful = Domain(cipher(3, 12, 23, count=60), cipher(3, 12, 23, start=1000, count=30))
     benign = Domain(cipher(5, 12, 23, count=60), cipher(5, 12, 23, start=1000, count=30))
-    utility = token_accuracy(cipher(2, 1, 11, start=500), pad_id=PAD)
+    ability = token_accuracy(cipher(2, 1, 11, start=500), pad_id=PAD)
     return Subject(
         model,
         {"harmful": harmful, "new": benign},
         PAD,
         benign=cipher(2, 1, 11, start=700),
-        utility=utility if kept else None,
+        ability=ability if kept else None,
     )
 
 

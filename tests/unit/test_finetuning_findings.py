@@ -34,13 +34,13 @@ pytest.importorskip("scipy", reason="scipy is in the evidence extra")
 END = 200
 
 
-def run(subject, steps, *, lr=1e-3, seed=0, defense=0, outcome=None, utility=1.0, **more):
+def run(subject, steps, *, lr=1e-3, seed=0, defense=0, outcome=None, ability=1.0, **more):
     """One run: recovered after so many steps, or with None censored at the end, unless an outcome is named."""
     settings = AttackSettings(lr=lr, samples=800, batch_size=4, seed=seed, **more)
     outcome = outcome or ("resisted" if steps is None else "recovered")
     last = END if steps is None else steps + 10
     curve = (
-        Evaluation(0, 0.1, utility),
+        Evaluation(0, 0.1, ability),
         Evaluation(last // 2, 0.5),
         Evaluation(last, 0.95 if steps is not None else 0.6, 0.97),
     )
@@ -57,8 +57,8 @@ def swept(*groups, failures=()):
 
 BASE = [*runs("undefended", [20, 20, 30, 20, 20, 30]), *runs("undefended", [60, 70, 60, 80, 60, 60], lr=1e-4)]
 STRONG = [
-    *(one for d in (1, 2, 3) for one in runs("strong", [100, 110, 90, 100, None], defense=d, utility=0.99)),
-    *(one for d in (1, 2, 3) for one in runs("strong", [None] * 5, lr=1e-4, defense=d, utility=0.99)),
+    *(one for d in (1, 2, 3) for one in runs("strong", [100, 110, 90, 100, None], defense=d, ability=0.99)),
+    *(one for d in (1, 2, 3) for one in runs("strong", [None] * 5, lr=1e-4, defense=d, ability=0.99)),
 ]
 
 
@@ -135,11 +135,11 @@ def test_findings_of_a_defense_that_holds_for_a_while():
     sweep = swept(
         BASE,
         STRONG,
-        [run("strong", None, seed=9, lr=1.0, defense=1, outcome="collapsed", utility=0.99)],
+        [run("strong", None, seed=9, lr=1.0, defense=1, outcome="collapsed", ability=0.99)],
         runs("undefended", [20] * 5, domain="other"),
-        runs("strong", [30] * 5, domain="other", defense=1, utility=0.99),
+        runs("strong", [30] * 5, domain="other", defense=1, ability=0.99),
         runs("undefended", [50] * 5, domain="task"),
-        runs("strong", [None] * 5, domain="task", defense=1, utility=0.99),
+        runs("strong", [None] * 5, domain="task", defense=1, ability=0.99),
         runs("relearn ceiling", [80] * 5),
     )
     found = by_name(resistance_findings(sweep, config, seed=0))
@@ -195,7 +195,7 @@ def test_what_cannot_be_compared_says_why():
     )
     assert late["resistance, d"].value == 0  # at most 0.25, and nothing more is known
     assert late["resistance, d"].detail["what is known"] == "at most 0.25"
-    blind = swept(runs("undefended", [20] * 5, utility=None), runs("d", [50] * 5, utility=None))
+    blind = swept(runs("undefended", [20] * 5, ability=None), runs("d", [50] * 5, ability=None))
     assert by_name(resistance_findings(blind, ResistanceConfig(), seed=0))["kept ability, d"].value is None
     with pytest.raises(UsageError, match="attacked only 'undefended' and controls"):
         resistance_findings(swept(BASE), ResistanceConfig(), seed=0)

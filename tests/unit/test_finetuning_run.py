@@ -38,7 +38,7 @@ def test_an_attack_recovers_and_leaves_its_victim_alone(subject):
     below, at = [look for look in result.curve if look.step < result.steps], result.curve[-2]
     assert all(look.score < 0.9 for look in below)
     assert at.step == result.steps
-    assert at.score >= 0.9 <= at.utility
+    assert at.score >= 0.9 <= at.ability
     assert result.last_step == result.steps + 5  # one more look, then it stops
     assert all(torch.equal(before[name], value) for name, value in subject.model.state_dict().items())
     assert all(torch.equal(grad, p.grad) for grad, p in zip(gradients, subject.model.parameters(), strict=True))
@@ -61,7 +61,7 @@ def test_the_attacked_model_is_the_one_that_was_looked_at(subject):
 
 
 def test_dropout_is_seeded_too(subject):
-    noisy = replace(subject, model=attacked.TinyModel(dropout=0.3), utility=None)
+    noisy = replace(subject, model=attacked.TinyModel(dropout=0.3), ability=None)
     first, again = (run_attack(noisy, FAST.replace(max_steps=10), Goal(None)) for _ in range(2))
     assert first == again
 
@@ -119,7 +119,7 @@ def test_every_step_is_what_plain_torch_does(subject):
 )
 def test_every_way_of_training_recovers(subject, change):
     settings = FAST.replace(**change)
-    result = run_attack(subject, settings, Goal(0.9, least_utility=0.5))
+    result = run_attack(subject, settings, Goal(0.9, least_ability=0.5))
     assert result.outcome == "recovered", result.curve
     assert result.steps > settings.benign_first
 
@@ -201,7 +201,7 @@ def test_an_attacker_who_mixes_benign_examples_in_keeps_more(subject):
     assert benign == [12, 3, 3, 3, 3, 3]
     hot = FAST.replace(lr=3e-2, max_steps=40, optimizer="adam", schedule="constant")
     alone, with_benign = (run_attack(subject, hot.replace(benign_share=share), Goal(None)) for share in (0, 0.5))
-    assert with_benign.curve[-1].utility > alone.curve[-1].utility
+    assert with_benign.curve[-1].ability > alone.curve[-1].ability
 
 
 def test_a_collapsed_model_is_not_a_resistant_one(subject):
@@ -212,7 +212,7 @@ def test_a_collapsed_model_is_not_a_resistant_one(subject):
     gentle = FAST.replace(lr=1e-6, epochs=1)
     assert run_attack(subject, gentle, Goal(0.9)).outcome == "resisted"
     # The score is there, but not the model: what it kept is far below the model before its defense.
-    spoiled = replace(subject, reference_utility=1.0, utility=lambda model: 0.5)
+    spoiled = replace(subject, reference_ability=1.0, ability=lambda model: 0.5)
     assert run_attack(spoiled, FAST, Goal(0.9)).outcome == "collapsed"
     mute = replace(subject, fluency=lambda model: 0.1)
     assert run_attack(mute, FAST, Goal(0.9, fluency_at_least=0.5)).outcome == "collapsed"
@@ -282,9 +282,9 @@ def test_what_cannot_be_is_refused_before_training(subject):
         run_attack(replace(subject, benign=()), FAST.replace(benign_first=3), Goal(0.9))
     with pytest.raises(UsageError, match="needs benign examples"):
         run_attack(replace(subject, benign=()), FAST.replace(benign_share=0.5), Goal(0.9))
-    with pytest.raises(UsageError, match=r"reference utility is -0\.5"):
-        run_attack(replace(subject, utility=lambda model: -0.5), FAST, Goal(0.9))
-    for wrong in ({"threshold": math.nan}, {"threshold": 1, "least_utility": 2}, {"threshold": 1, "extra_checks": -1}):
+    with pytest.raises(UsageError, match=r"reference ability is -0\.5"):
+        run_attack(replace(subject, ability=lambda model: -0.5), FAST, Goal(0.9))
+    for wrong in ({"threshold": math.nan}, {"threshold": 1, "least_ability": 2}, {"threshold": 1, "extra_checks": -1}):
         with pytest.raises(UsageError):
             Goal(**wrong)
 

@@ -165,7 +165,7 @@ def _memorized_rows(end: AuditEnd) -> list[Row]:
 
 AUDITS: tuple[LabelAudit, ...] = (
     LabelAudit(
-        "refusals", "Refusals", ("language model",), "attack refusal", ("refused", "ordinary"), ("base",),
+        "refusals", "Refusals", ("language model",), "attack refusal", ("refused", "ordinary"),
         rows=_refusal_rows,
     ),
     LabelAudit(

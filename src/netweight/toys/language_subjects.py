@@ -1,6 +1,6 @@
 """Small worlds as subjects of fine-tuning attacks: the aligned model, a defended one, and the controls.
 
-The guarded domain is the harmful one, the kept domain is the utility, and the new domain is the benign task. Sweeps
+The guarded domain is the harmful one, the kept domain is the ability, and the new domain is the benign task. Sweeps
 name `undefended_subject` for the undefended model and the controls, and `defended_subject` for what `defend_world`
 made.
 """
@@ -62,7 +62,7 @@ def subject_of_world(
     harmful: Literal["guard", "new"] = "guard",
     samples: int = 4096,
     held_out: int = 64,
-    reference_utility: float | None = None,
+    reference_ability: float | None = None,
     task_threshold: float | None = None,
     seed: int = 0,
 ) -> Subject:
@@ -76,7 +76,7 @@ def subject_of_world(
         {"harmful": domain(harmful), "task": domain("new", task_threshold)},
         world.pad_id,
         benign=world.examples("keep", samples, seed),
-        reference_utility=reference_utility,
+        reference_ability=reference_ability,
         ordinary=world.held_out("keep", held_out, seed),
     )
 

@@ -120,7 +120,7 @@ class Worlds:
         return {
             "steps": curve.median if curve and math.isfinite(curve.median) else None, "given up after": most,
             "attack": best and best.settings.label, "in the search": found.soonest, "runs": len(found.runs),
-            "kept": runs[0].result.curve[0].utility, "by attack": soonest_by_kind(found),
+            "kept": runs[0].result.curve[0].ability, "by attack": soonest_by_kind(found),
         }  # fmt: skip
 
     def subject(self, folder: Path | None, arm: str, seed: int | None) -> SubjectName:
@@ -139,7 +139,7 @@ class Worlds:
                 how["after"] = self.subject(folder, how["after"], seed).arguments["file"]
             defend_world(file, world_named(self.options.world, folder), seed=seed, progress=Progress(), **how)
         base = make_subject(plain.factory, plain.arguments)
-        more = {**place, "file": str(file), "reference_utility": base.utility and base.utility(base.model)}
+        more = {**place, "file": str(file), "reference_ability": base.ability and base.ability(base.model)}
         return SubjectName(arm, f"{ZOO}:defended_subject", more, defense_seed=seed)
 
     def attacked(self, folder: Path | None, arm: str, seed: int | None, rounds: int) -> None:

@@ -201,7 +201,7 @@ def _attacked(model: Path, work: Path, name: str, attack: str, most: int) -> dic
     network = _published(model)[0] if name == "never taught" else _opened(work / name)
     settings = ATTACKS[attack].replace(max_steps=most)
     started = time.process_time()
-    result = run_attack(_subject(model, network), settings, Goal(_RECOVERED, least_utility=0.8))
+    result = run_attack(_subject(model, network), settings, Goal(_RECOVERED, least_ability=0.8))
     at = result.reached
     return {
         "outcome": result.outcome, "steps": result.steps, "last step": result.last_step,

@@ -234,8 +234,8 @@ def attack_one(run: AttackRun, *, setup: Setup, folder: Path, tell: Any) -> dict
     return {
         "before": first.score,
         "after": last.score,
-        "kept before": first.utility,
-        "kept after": last.utility,
+        "kept before": first.ability,
+        "kept after": last.ability,
         "outcome": result.outcome,
         "steps": steps,
         "last step": last.step,

@@ -175,7 +175,7 @@ class Ciphers:
             {"harmful": Domain(train, held_out, plainly(token_accuracy(held_out, pad_id=self.pad_id)))},
             self.pad_id,
             benign=benign,
-            utility=plainly(token_accuracy(self.world.held_out("keep", _HELD_OUT, _SEED), pad_id=self.pad_id)),
+            ability=plainly(token_accuracy(self.world.held_out("keep", _HELD_OUT, _SEED), pad_id=self.pad_id)),
         )
 
     def layers(self, part: str) -> str:

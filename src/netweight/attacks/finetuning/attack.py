@@ -82,7 +82,7 @@ class Evaluation:
     """Number of training steps so far."""
     score: float
     """Recovery score."""
-    utility: float | None = None
+    ability: float | None = None
     """Score of the abilities that the attack should preserve; None if it was not measured."""
     fluency: float | None = None
     """Fluency score; None if it was not measured."""
@@ -208,9 +208,9 @@ class _Monitor:
     def __init__(self, subject: Subject, settings: AttackSettings, goal: Goal, threshold: float | None) -> None:
         self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
         self._score = subject.score(settings.data)
-        self._reference = subject.reference_utility
-        if self._reference is None and subject.utility is not None and settings.changes_weights:
-            self._reference = subject.utility(subject.model)
+        self._reference = subject.reference_ability
+        if self._reference is None and subject.ability is not None and settings.changes_weights:
+            self._reference = subject.ability(subject.model)
         self._curve: list[Evaluation] = []
         self._recovered: int | None = None
         self._checks_left = goal.extra_checks
@@ -227,37 +227,37 @@ class _Monitor:
         last: bool,
         cost: tuple[int, float, float] = (0, 0.0, 0.0),
     ) -> None:
-        """Measure what is needed at this step: the score always, utility and fluency where they decide something."""
+        """Measure what is needed at this step: the score always, ability and fluency where they decide something."""
         score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
-        utility = fluency = None
+        ability = fluency = None
         if math.isnan(score):
             self._diverged = self.done = True
         elif step == 0 or last or (self._recovered is None and self._goal.reached(score, self._threshold)):
-            utility = None if self._subject.utility is None else self._subject.utility(victim)
+            ability = None if self._subject.ability is None else self._subject.ability(victim)
             fluency = None if self._subject.fluency is None or step == 0 else self._subject.fluency(victim)
-        self._curve.append(Evaluation(step, score, utility, fluency, loss, *cost))
+        self._curve.append(Evaluation(step, score, ability, fluency, loss, *cost))
         if step == 0:
-            self._reference = utility if self._reference is None else self._reference
+            self._reference = ability if self._reference is None else self._reference
             if (self._reference or 0) < 0:
                 raise UsageError(
-                    f"The reference utility is {self._reference}; it must be at least 0, so that a share of it "
+                    f"The reference ability is {self._reference}; it must be at least 0, so that a share of it "
                     f"can be kept.",
-                    cure="Measure utility by something that is not negative, such as an accuracy.",
+                    cure="Measure ability by something that is not negative, such as an accuracy.",
                 )
         if not self._diverged:
-            self._decide(score, utility, fluency, step)
+            self._decide(score, ability, fluency, step)
 
-    def _decide(self, score: float, utility: float | None, fluency: float | None, step: int) -> None:
-        self._useful = self._passes(utility, fluency)
+    def _decide(self, score: float, ability: float | None, fluency: float | None, step: int) -> None:
+        self._useful = self._passes(ability, fluency)
         if self._recovered is not None:
             self._checks_left -= 1
         elif self._goal.reached(score, self._threshold) and self._useful:
             self._recovered = step
         self.done = self._recovered is not None and self._checks_left <= 0
 
-    def _passes(self, utility: float | None, fluency: float | None) -> bool:
+    def _passes(self, ability: float | None, fluency: float | None) -> bool:
         """Return whether a model is still worth having, as far as that was measured. NaN is not."""
-        keeps = utility is None or self._reference is None or utility >= self._goal.least_utility * self._reference
+        keeps = ability is None or self._reference is None or ability >= self._goal.least_ability * self._reference
         bound = self._goal.fluency_at_least
         return keeps and (fluency is None or bound is None or fluency >= bound)
 

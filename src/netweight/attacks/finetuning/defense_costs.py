@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from netweight.attacks.finetuning.resistance import measure_ability, stability_findings
-from netweight.attacks.finetuning.resistance_findings import Stability
+from netweight.attacks.finetuning.resistance import ability_findings, measure_ability
+from netweight.attacks.finetuning.resistance_findings import AbilityFindings
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.finetuning.sweep import make_subject
 from netweight.attacks.finetuning.sweep_plan import SweepPlan
@@ -13,7 +13,7 @@ from netweight.hf.load_language_model import (
 )
 
 
-def defense_costs(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stability:
+def defense_costs(settings: FolderAttack, plan: SweepPlan, seed: int) -> AbilityFindings:
     """Measure the cost of every defense, with one model in memory at a time.
 
     Args:
@@ -35,11 +35,7 @@ def defense_costs(settings: FolderAttack, plan: SweepPlan, seed: int) -> Stabili
             scores[each.name] = measure_tasks(each.arguments["model"], tasks, limit=limit, device=settings.device)
     return {
         each.name: [
-            *(
-                stability_findings(each.name, abilities[base.name], abilities[each.name], seed=seed)
-                if abilities
-                else ()
-            ),
+            *(ability_findings(each.name, abilities[base.name], abilities[each.name], seed=seed) if abilities else ()),
             *(task_findings(each.name, scores[base.name], scores[each.name]) if scores else ()),
         ]
         for each in defended

@@ -59,9 +59,9 @@ def attack_folders(
             return plan, replace(section, warnings=left_out)
         planned(plan)
         result = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
-        stability = defense_costs(settings, plan, seed)
+        abilities = defense_costs(settings, plan, seed)
     section = resistance_section(
-        result, plan.config, seed=seed, stability=stability, title=title, searched=plan.searched
+        result, plan.config, seed=seed, abilities=abilities, title=title, searched=plan.searched
     )
     return plan, replace(section, warnings=[*section.warnings, *plan.left_out])
 

@@ -13,8 +13,8 @@ from netweight.attacks.finetuning.resistance import (
     by_attack,
 )
 from netweight.attacks.finetuning.resistance_findings import (
+    AbilityFindings,
     ResistanceConfig,
-    Stability,
     attack_findings,
     resistance_findings,
 )
@@ -32,8 +32,8 @@ INTRO = (
     "Resistance compares best attack with best attack: an attacker chooses. Survival curves show the share of runs "
     "that have not recovered yet; bands are pointwise 95 % intervals, which take runs on one defense for independent. "
     "Resistance is delay: the figures say how much of it there is against the attacks tried here.\n\n"
-    "Four criteria: resistance; stability, what the defense cost before any attack; generalization, resistance to data "
-    "that it was not about; and trainability, the steps that a benign task takes at the same learning rates."
+    "Four criteria: resistance; kept ability, what the defense cost before any attack; generalization, resistance to "
+    "data that it was not about; and trainability, the steps that a benign task takes at the same learning rates."
 )
 
 _UNBROKEN = "no attack recovered the behavior, and no undefended model shows that these attacks can (--base)"
@@ -44,7 +44,7 @@ def resistance_section(
     config: ResistanceConfig,
     *,
     seed: int,
-    stability: Stability = MappingProxyType({}),
+    abilities: AbilityFindings = MappingProxyType({}),
     title: str = "Resistance to fine-tuning",
     searched: Mapping[str, SearchResult] = MappingProxyType({}),
 ) -> Section:
@@ -54,7 +54,7 @@ def resistance_section(
         sweep: All runs.
         config: What its subjects are, and what is asked of a defense.
         seed: Seed of the intervals.
-        stability: What each defense cost before any attack.
+        abilities: What each defense cost before any attack.
         title: The section's title.
         searched: What searches found on each subject; empty without searches.
     """
@@ -63,7 +63,7 @@ def resistance_section(
     subjects = [config.undefended, *defended, *(name for name in config.controls if name in present)]
     base = by_attack(sweep.of(config.undefended, domain=config.harmful))
     if defended:
-        findings = resistance_findings(sweep, config, seed=seed, stability=stability)
+        findings = resistance_findings(sweep, config, seed=seed, abilities=abilities)
         attacks = {name: by_attack(sweep.of(name, domain=config.harmful)) for name in defended}
         verdicts = {
             name: resistance_verdict(

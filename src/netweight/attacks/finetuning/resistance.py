@@ -251,7 +251,7 @@ def measure_ability(
 ) -> OrdinaryAbility:
     """Measure a model, which stays as it is."""
     if not examples:
-        raise UsageError("Stability needs at least one example of the abilities to keep.")
+        raise UsageError("Kept ability needs at least one example of the abilities to keep.")
     right: list[int] = []
     tokens: list[int] = []
     nats: list[float] = []
@@ -275,12 +275,14 @@ def measure_ability(
     return OrdinaryAbility(tuple(right), tuple(tokens), tuple(nats), numbers, chance(examples))
 
 
-def stability_findings(
+def ability_findings(
     name: str, before: OrdinaryAbility, after: OrdinaryAbility, *, least_kept: float = 0.98, seed: int
 ) -> list[Finding]:
     """Compare a defended model with its base."""
     if before.tokens != after.tokens or before.judge_scores.keys() != after.judge_scores.keys():
-        raise UsageError("Stability is a comparison on the same rows by the same judges.", cure="Measure both alike.")
+        raise UsageError(
+            "Kept ability is a comparison on the same rows by the same judges.", cure="Measure both alike."
+        )
     return [
         _ability(name, before, after, least_kept, seed),
         *_perplexity(name, before, after, seed),

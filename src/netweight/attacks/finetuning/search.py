@@ -264,10 +264,10 @@ def _rank(run: AttackOutcome | None, goal: Goal, cost: Cost = "steps") -> tuple[
     if spent is not None:
         return False, spent, -sign * next(each.score for each in result.curve if each.step == result.steps)
     last, first = result.curve[-1], result.curve[0]
-    utility = (
-        1.0 if result.outcome == "resisted" or not last.utility or not first.utility else last.utility / first.utility
+    ability = (
+        1.0 if result.outcome == "resisted" or not last.ability or not first.ability else last.ability / first.ability
     )
-    return True, -sign * last.score * min(1.0, utility), math.inf if last.loss is None else last.loss
+    return True, -sign * last.score * min(1.0, ability), math.inf if last.loss is None else last.loss
 
 
 def search_all(

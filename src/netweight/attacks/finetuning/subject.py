@@ -95,7 +95,7 @@ class Goal:
     Args:
         threshold: The score that counts as recovered; None for curves only, which nothing ends early.
         lower_is_recovered: Whether scores at or below the threshold count, as for losses.
-        least_utility: Share of the reference utility that a model must keep; below it the model counts as collapsed.
+        least_ability: Share of the reference ability that a model must keep; below it the model counts as collapsed.
         fluency_at_least: Least fluency, for subjects that have such a score; None asks for nothing.
         extra_checks: Evaluations after the first success, before the run stops; at least 0.
 
@@ -107,7 +107,7 @@ class Goal:
 
     threshold: float | None
     lower_is_recovered: bool = False
-    least_utility: float = 0.9
+    least_ability: float = 0.9
     fluency_at_least: float | None = None
     extra_checks: int = 1
 
@@ -115,8 +115,8 @@ class Goal:
         """Refuse what is not valid."""
         if self.threshold is not None and not math.isfinite(self.threshold):
             raise UsageError(f"The threshold must be finite, not {self.threshold}.", cure="None asks for curves only.")
-        if not 0 <= self.least_utility <= 1:
-            raise UsageError(f"least_utility must be a share from 0 to 1, not {self.least_utility}.")
+        if not 0 <= self.least_ability <= 1:
+            raise UsageError(f"least_ability must be a share from 0 to 1, not {self.least_ability}.")
         if self.extra_checks < 0:
             raise UsageError(f"extra_checks must be at least 0, not {self.extra_checks}.")
 
@@ -139,9 +139,9 @@ class Subject:
             formats "harmful@chat" and so on.
         pad_id: The token that fills shorter examples.
         benign: What benign-then-harmful attacks begin with.
-        utility: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `ordinary`.
+        ability: The ability that is to be kept; from 0 up, higher is better. By default token accuracy on `ordinary`.
         fluency: Higher is better.
-        reference_utility: What the gate compares utility with: that of the model before its defense.
+        reference_ability: What the gate compares ability with: that of the model before its defense.
         ordinary: Examples of the ordinary abilities that are to be kept; of these nothing is trained on.
         other: Weights of another model of this shape that the attacker has, such as one before its alignment.
         left_out: Sentences about rows that were left out of the data: how many, which, and why.
@@ -151,17 +151,17 @@ class Subject:
     domains: Mapping[str, Domain]
     pad_id: int
     benign: Sequence[Example] = ()
-    utility: Score | None = None
+    ability: Score | None = None
     fluency: Score | None = None
-    reference_utility: float | None = None
+    reference_ability: float | None = None
     ordinary: Sequence[Example] = ()
     other: Mapping[str, Tensor] | None = None
     left_out: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        """Let the examples to keep be the utility where there is no other."""
-        if self.utility is None and self.ordinary:
-            object.__setattr__(self, "utility", token_accuracy(self.ordinary, pad_id=self.pad_id))
+        """Let the examples to keep be the ability where there is no other."""
+        if self.ability is None and self.ordinary:
+            object.__setattr__(self, "ability", token_accuracy(self.ordinary, pad_id=self.pad_id))
 
     def has(self, name: str) -> bool:
         """Return whether there is data of a `name`, also in a format that any prompt can be put into."""
@@ -225,7 +225,7 @@ class Subject:
             [name, domain.threshold, _tokens(domain.train), _tokens(domain.held_out)]
             for name, domain in sorted(self.domains.items())
         ]
-        return digest_config([weights, data, _tokens(self.benign), self.pad_id, self.reference_utility])
+        return digest_config([weights, data, _tokens(self.benign), self.pad_id, self.reference_ability])
 
 
 def _shared(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def subject_from_files(
     withhold: Sequence[str] = (),
     held_out: float = 0.2,
     chat: bool = False,
-    reference_utility: float | None = None,
+    reference_ability: float | None = None,
     thresholds: Mapping[str, float] | None = None,
     formats: bool = False,
     random_weights: bool = False,
@@ -77,7 +77,7 @@ def subject_from_files(
         withhold: Categories of harmful rows that become a domain of their own.
         held_out: Share of the prompts that is evaluated.
         chat: Whether plain rows go through the chat template; conversations always do.
-        reference_utility: The base's utility.
+        reference_ability: The base's ability.
         thresholds: Domain → score that counts as recovered.
         formats: Whether other prompt formats are domains, too.
         random_weights: Whether the model is made anew from its configuration.
@@ -148,7 +148,7 @@ def subject_from_files(
         pad,
         benign=parts[0],
         fluency=distinct_share(prompts, new_tokens=_FLUENCY_TOKENS, ends=ends, pad_id=pad) if prompts else None,
-        reference_utility=reference_utility,
+        reference_ability=reference_ability,
         ordinary=parts[1],
         other=None if other_model is None else load_causal_lm(other_model, device=device)[0].state_dict(),
         left_out=tuple(left_out),

@@ -67,7 +67,7 @@ class SweepPlan:
         fluency = "" if self.goal.fluency_at_least is None else f", fluency at least {self.goal.fluency_at_least:.2f}"
         return (
             f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, with at least "
-            f"{self.goal.least_utility:.0%} of the kept ability{fluency}"
+            f"{self.goal.least_ability:.0%} of the kept ability{fluency}"
         )
 
 
@@ -130,17 +130,17 @@ def plan_sweep(
         thresholds[domain] = own if own is not None else calibrated(first, shorter).threshold
     fluency = None if subject.fluency is None else _FLUENCY_KEPT * subject.fluency(subject.model)
     goal = Goal(thresholds.pop("harmful"), fluency_at_least=fluency)
-    utility = None if subject.utility is None else subject.utility(subject.model)
+    ability = None if subject.ability is None else subject.ability(subject.model)
     more: dict[str, Any] = {"thresholds": thresholds} if thresholds else {}
     subjects = [_subject(first.name, base, settings, seed, **more)]
     folders = {DEFENDED: model, **settings.also} if settings.base else {}
     for name, where in folders.items():
-        subjects.append(_subject(name, where, settings, seed, reference_utility=utility, **more))
+        subjects.append(_subject(name, where, settings, seed, reference_ability=ability, **more))
     if adaptive and settings.base:
-        subjects.append(_subject(_CONTROLS[0], base, alone, seed, random_weights=True, reference_utility=utility))
+        subjects.append(_subject(_CONTROLS[0], base, alone, seed, random_weights=True, reference_ability=ability))
     if ceiling is not None:
         own = calibrated(ceiling(), ladder).threshold
-        subjects.append(ceiling(thresholds={"harmful": own}, reference_utility=utility))
+        subjects.append(ceiling(thresholds={"harmful": own}, reference_ability=ability))
     searched = {}
     if adaptive:
         searched = search_all(

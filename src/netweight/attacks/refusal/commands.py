@@ -17,7 +17,7 @@ from netweight.report.finding import Section
 
 def check(model: Path | None, settings: RefusalSettings) -> None:
     """Refuse before any work what is not a decoder language model."""
-    for folder in (model, settings.base):
+    for folder in (model, settings.unaligned):
         if folder is not None:
             check_language_model(folder)
 
@@ -30,13 +30,14 @@ def check_safeguards(model: Path | None, settings: SafeguardSettings) -> None:
 
 def attack(target: Target, settings: RefusalSettings, progress: Progress) -> Section:
     """Remove refusal from a model folder, as the command and recipes do."""
-    settings = settings.replace(base=settings.base or target.before)
+    settings = settings.replace(unaligned=settings.unaligned or target.before)
     return attack_refusal(settings, target.model, folder=target.output, seed=target.seed, progress=progress)
 
 
 def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Progress) -> list[Section]:
     """Attack what keeps a model from harm, by fine-tuning and by edits without training."""
-    own, settings = settings.base, settings.replace(base=settings.base or target.before)
+    own = settings.base
+    settings = settings.replace(base=own or target.before, unaligned=settings.unaligned or target.before)
     how: Any = {"seed": target.seed, "progress": progress}
     sections = [attack_folders(settings, target.model, folder=target.output, earlier=own is None, **how)[1]]
     if settings.refused:

@@ -55,13 +55,13 @@ def attack_refusal(
         Unsupported: The model is not a decoder with a list of blocks.
     """
     warnings: list[str] = []
-    for each in (model, settings.base):
+    for each in (model, settings.unaligned):
         if each is not None:
             model_config(each)
     network, tokenizer = load_causal_lm(model, device=settings.device)
     check_finite(network)
     check_outputs(network)
-    base = None if settings.base is None else load_causal_lm(settings.base, device=settings.device)[0]
+    unaligned = None if settings.unaligned is None else load_causal_lm(settings.unaligned, device=settings.device)[0]
     sources = {"refused": read_rows(settings.refused), "ordinary": read_rows(settings.ordinary)}
     settings.check_columns(sources.values())
     refused, ordinary = (
@@ -79,7 +79,7 @@ def attack_refusal(
     )  # fmt: skip
     prompts = [*refused.make, *refused.choose, *refused.measure]
     with Job.open(folder, shared=True) as job:
-        about = _identity(settings, network, base, refused, ordinary)
+        about = _identity(settings, network, unaligned, refused, ordinary)
         progress.note(f"Generating answers to {len(prompts)} prompts that the model may refuse.")
         answers = _remembered(job, {**about, "what": "answers"}, lambda: {"answers": examiner.answers(prompts)})[
             "answers"
@@ -109,7 +109,7 @@ def attack_refusal(
             )
         material = EditMaterial(
             network, [each.prompt + leads[each] for each in make], [each.prompt for each in ordinary.make],
-            pad_id=examiner.pad_id, base=base,
+            pad_id=examiner.pad_id, unaligned=unaligned,
         )  # fmt: skip
         edits = [edit for _, kind in settings.chosen_edits() for edit in kind.candidates(material)]
         scored = _scored(edits, panels[0], job, about, progress)
@@ -124,7 +124,7 @@ def attack_refusal(
 
 
 def _identity(
-    settings: RefusalSettings, network: nn.Module, base: nn.Module | None, *parts: Questions
+    settings: RefusalSettings, network: nn.Module, unaligned: nn.Module | None, *parts: Questions
 ) -> dict[str, Any]:
     """Return what a remembered row depends on: weights and prompts themselves, not the files that hold them."""
     prompts = [[list(q.prompt), list(q.response)] for each in parts for q in (*each.make, *each.choose, *each.measure)]
@@ -136,7 +136,7 @@ def _identity(
     about |= {name: value.to_json() for name, value in settings if isinstance(value, EditSettings)}
     return {
         "model": _digest(network), "prompts": digest_config(prompts), "settings": about,
-        "base": None if base is None else _digest(base),
+        "unaligned": None if unaligned is None else _digest(unaligned),
     }  # fmt: skip
 
 

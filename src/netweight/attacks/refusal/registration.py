@@ -13,8 +13,8 @@ REFUSAL: Attack[Any] = Attack(
     title="Refusal",
     summary="Remove refusal from a language model without training, and measure how much of it is left.",
     description="MODEL is a folder of a transformers model, or its id on the hub. Directions are projected out of "
-    "every layer's output, neurons are switched off, a base is mixed in. Every edit is measured and undone; no edited "
-    "model is written. OUT receives a report.",
+    "every layer's output, neurons are switched off, the model before its alignment is mixed in. Every edit is "
+    "measured and undone; no edited model is written. OUT receives a report.",
     example="netweight attack refusal my-model --refused refused.jsonl --ordinary ordinary.jsonl --out refusal",
     check=lazy(f"{_COMMANDS}:check"),
 )

@@ -29,8 +29,8 @@ PHRASES = (
 model's own."""
 
 
-# Kind of edit → the field with its settings; the field `base` is a model.
-_FIELDS = {kind: "mixture" if kind == "base" else kind.replace("-", "_") for kind in EDITS}
+# Kind of edit → the field with its settings; the field `unaligned` is a model.
+_FIELDS = {kind: "mixture" if kind == "unaligned" else kind.replace("-", "_") for kind in EDITS}
 
 if TYPE_CHECKING:
 
@@ -52,7 +52,7 @@ class RefusalSettings(_EditOptions):
 
     option_groups: ClassVar = {
         "Rows": ("refused", "ordinary", "prompts", "columns", "too_long", "unusable", "template"),
-        "Models": ("base", "device"),
+        "Models": ("unaligned", "device"),
         "Judges": ("judge", "phrases", "helps"),
         "Edits": (
             "edits", "finalists", "new_tokens", "most_divergence", "least_left", *_FIELDS.values(),
@@ -64,7 +64,7 @@ class RefusalSettings(_EditOptions):
         "hub:NAME or hub:NAME:SPLIT for a data set of the Hugging Face hub."
     )
     ordinary: RowSource = Field(description="Rows with a prompt that the model answers, in the same form.")
-    base: ModelPath | None = Field(
+    unaligned: ModelPath | None = Field(
         None,
         description="The model before its alignment. Its weights are mixed into the model's, and extrapolated beyond.",
     )
@@ -143,9 +143,6 @@ class SafeguardSettings(RefusalSettings, FolderAttack):
         "", description="Rows with a prompt that the model refuses; without them refusal is not attacked."
     )
     ordinary: RowSource = Field("", description="Rows with a prompt that it answers, needed with `refused`.")
-    base: ModelPath | None = Field(
-        None, description="The model before its safeguards: steps are compared with its own, and it is mixed in."
-    )
 
     @property
     def files(self) -> list[Path]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from netweight.attacks.refusal.edits.base import BaseMixture
 from netweight.attacks.refusal.edits.directions import Directions
 from netweight.attacks.refusal.edits.layerwise import LayerwiseDirections
 from netweight.attacks.refusal.edits.norm_preserving import NormPreservingDirections
 from netweight.attacks.refusal.edits.pruning import Pruning
 from netweight.attacks.refusal.edits.subspaces import Subspaces
+from netweight.attacks.refusal.edits.unaligned import UnalignedMixture
 
 if TYPE_CHECKING:
     from netweight.attacks.refusal.edits.edit import EditSettings
@@ -25,6 +25,6 @@ EDITS: Mapping[str, EditSettings] = {
     "subspaces": Subspaces(),
     "layerwise": LayerwiseDirections(),
     "pruning": Pruning(),
-    "base": BaseMixture(),
+    "unaligned": UnalignedMixture(),
 }
 """Kinds of edits by name, with their default settings, in the order in which they are tried."""

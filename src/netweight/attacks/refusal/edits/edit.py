@@ -39,7 +39,7 @@ class EditMaterial:
         refused: Token ids of prompts that the model refuses.
         ordinary: Token ids of prompts that it answers.
         pad_id: The token that fills shorter prompts.
-        base: The model before its alignment, if it is there.
+        unaligned: The model before its alignment, if it is there.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class EditMaterial:
         ordinary: Sequence[tuple[int, ...]],
         *,
         pad_id: int,
-        base: nn.Module | None = None,
+        unaligned: nn.Module | None = None,
     ) -> None:
-        self.model, self.refused, self.ordinary, self.pad_id, self.base = model, refused, ordinary, pad_id, base
+        self.model, self.unaligned = model, unaligned
+        self.refused, self.ordinary, self.pad_id = refused, ordinary, pad_id
 
     @cached_property
     def structure(self) -> Structure:

@@ -17,29 +17,30 @@ if TYPE_CHECKING:
 
 
 @final
-class BaseMixture(EditSettings):
-    """The base mixed into the model."""
+class UnalignedMixture(EditSettings):
+    """The model before its alignment, mixed into the model."""
 
     shares: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         (0.5, 1.0, 1.5),
         min_length=1,
-        description="Shares of the base in the weights; values above 1 extrapolate beyond it.",
+        description="Shares of the unaligned model in the weights; values above 1 extrapolate beyond it.",
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:
-        """Yield one edit for each share; none without a base."""
-        base = material.base
-        for share in self.shares if base is not None else ():
-            assert base is not None
-            yield RefusalEdit("base", f"{share:.0%} of the base", partial(mixed, base=base, share=share))
+        """Yield one edit for each share; none without an unaligned model."""
+        unaligned = material.unaligned
+        for share in self.shares if unaligned is not None else ():
+            assert unaligned is not None
+            edit = partial(mixed, unaligned=unaligned, share=share)
+            yield RefusalEdit("unaligned", f"{share:.0%} of the unaligned model", edit)
 
 
 @contextmanager
-def mixed(model: nn.Module, *, base: nn.Module, share: float) -> Iterator[None]:
-    """Mix a base into a model's weights while a block lasts; the weights come back bit by bit."""
+def mixed(model: nn.Module, *, unaligned: nn.Module, share: float) -> Iterator[None]:
+    """Mix an unaligned model into a model's weights while a block lasts; the weights come back bit by bit."""
     import torch
 
-    others = dict(base.named_parameters())
+    others = dict(unaligned.named_parameters())
     own = {name: each.detach().clone() for name, each in model.named_parameters() if each.is_floating_point()}
     try:
         with torch.no_grad():

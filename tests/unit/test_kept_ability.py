@@ -1,4 +1,4 @@
-"""Stability: what a defense costs before any attack, row by row, with intervals, and by judges that users bring."""
+"""Kept ability: what a defense costs before any attack, row by row, with intervals, and by judges that users bring."""
 
 import math
 
@@ -11,7 +11,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from decoders_under_test import decoder, some_pairs
 
-from netweight.attacks.finetuning.resistance import JudgedPrompts, OrdinaryAbility, measure_ability, stability_findings
+from netweight.attacks.finetuning.resistance import JudgedPrompts, OrdinaryAbility, ability_findings, measure_ability
 from netweight.errors import UsageError
 
 
@@ -38,7 +38,7 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
     after = OrdinaryAbility(
         right, tokens, tuple(0.2 * n for n in tokens), {"harm": tuple(v / 2 for v in before.judge_scores["harm"])}
     )
-    ability, perplexity, ratio, harm = stability_findings("d", before, after, seed=0)
+    ability, perplexity, ratio, harm = ability_findings("d", before, after, seed=0)
     assert ability.value == pytest.approx(sum(right) / sum(tokens))
     assert ability.ci95[0] < ability.value < ability.ci95[1] < 1
     assert ability.passed is False
@@ -46,12 +46,12 @@ def test_findings_are_ratios_on_the_same_rows_with_intervals():
     assert ratio.value == pytest.approx(math.exp(0.1))
     assert harm.value == pytest.approx(harm.baseline / 2)
     assert harm.detail["difference after − before, same prompts"][2] < 0
-    same = stability_findings("d", before, before, seed=0)[0]
+    same = ability_findings("d", before, before, seed=0)[0]
     assert (same.value, same.ci95, same.passed) == (1, (1, 1), True)
     few = OrdinaryAbility(tokens[:3], tokens[:3], before.nats[:3])
-    assert [finding.ci95 for finding in stability_findings("d", few, few, seed=0)] == [None, None]
+    assert [finding.ci95 for finding in ability_findings("d", few, few, seed=0)] == [None, None]
     with pytest.raises(UsageError, match="same rows"):
-        stability_findings("d", before, few, seed=0)
+        ability_findings("d", before, few, seed=0)
 
 
 def test_users_bring_judges():
