@@ -19,9 +19,10 @@ from netweight.codec.tiled import TiledBlob
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, fill, recent
 from netweight.methods.compress.runtime.tensor import CompressedTensor
+from netweight.store.choices import Level
 
 States = Literal["dense", "compressed", "offloaded"]
-STATE_LEVEL = "fast"  # states are written in every step: half a percent is not worth its time
+STATE_LEVEL: Level = "fast"  # states are written in every step: half a percent is not worth its time
 _NUMBERS = 1 << 20  # numbers in a tile, a power of 2
 _CHUNK_LOG2 = 18  # binary logarithm of the numbers in the codec's largest chunk of floats, unless chosen otherwise
 _ELEMENTWISE = frozenset(
@@ -185,10 +186,11 @@ class StateTiles:
 
     def _begin(self, value: torch.Tensor) -> Tiled:
         """Begin with a state that may be kept in another way than it was, after its loading from a checkpoint."""
-        compressed = isinstance(value, CompressedTensor)
-        if self._how == "compressed" and not compressed:
+        if self._how == "compressed":
+            if isinstance(value, CompressedTensor):
+                return tiled(value)
             return _NewTiles(value, self._shape, self._how, before=value)
-        return tiled(value.dense() if self._how != "compressed" and compressed else value)
+        return tiled(value.dense() if isinstance(value, CompressedTensor) else value)
 
     def read(self, first: int, last: int) -> dict[str, Any]:
         """The state for the optimizer's step of a tile."""
