@@ -95,6 +95,14 @@ def test_a_defense_that_does_nothing_fails_and_a_second_call_remembers(case, tmp
     assert (tmp_path / "attacks.jsonl").read_text() == lines
 
 
+def test_scores_on_few_held_out_rows_are_called_coarse(case, tmp_path):
+    write(tmp_path / "few.jsonl", PAIRS[:6])
+    subject = subject_from_files(str(case / "base"), str(tmp_path / "few.jsonl"))
+    (sentence,) = subject.left_out
+    assert "are measured on 1 held-out rows alone. They are coarse" in sentence
+    assert not subject_from_files(str(case / "base"), str(case / "harmful.jsonl")).left_out
+
+
 def test_rows_that_are_left_out_are_counted_in_the_report(case, tmp_path):
     write(tmp_path / "rows.jsonl", [*PAIRS, {**PAIRS[0], "rejected": ""}])
     answer = call(

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 # Rows that are evaluated, at most: each evaluation costs a forward pass over all of them.
 MOST_HELD_OUT = 200
+_FEW_HELD_OUT = 5  # with fewer, a report says that its scores are coarse
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 # Files of rows, and what their answers are called where they are pairs.
 ANSWER_COLUMNS = {
@@ -115,7 +116,13 @@ def subject_from_files(
         return examples_of(source, ANSWER_COLUMNS[name], options, left_out.append)
 
     def part(examples: list[Example], name: str) -> tuple[list[Example], list[Example]]:
-        return part_by_prompt(examples, held_out, seed=seed, name=name)
+        train, evaluated = part_by_prompt(examples, held_out, seed=seed, name=name)
+        if len(evaluated) < _FEW_HELD_OUT:
+            left_out.append(
+                f"Scores on the {name} are measured on {len(evaluated)} held-out rows alone. They are coarse: give "
+                "more rows."
+            )
+        return train, evaluated
 
     sources = {"harmful": read(harmful, "harmful")}
     if withhold:

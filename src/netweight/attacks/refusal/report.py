@@ -45,7 +45,10 @@ def refusal_section(
         left = _share(f"refusals left by {kind}", each.measured, seed, before)
         more = {"edit": each.edit.label, "counts": each.counts(settings)}
         findings.append(replace(left, detail={**left.detail, **more}))
-    worst = min(counted, key=lambda each: each.measured.share if each.measured else 1.0, default=None)
+    # Of edits that leave as many refusals, the one that the table marks as the best of its kind.
+    worst = min(
+        counted, key=lambda each: (each.measured.share if each.measured else 1.0, rank(each, settings)), default=None
+    )
     findings.append(_left(before, worst, settings, seed))
     findings += _helping(before, worst, seed)
     outcome, words = _VERDICT(

@@ -1,0 +1,28 @@
+"""The report on removed refusals: its conclusion names the edit that its table marks as the best."""
+
+from types import SimpleNamespace
+
+from netweight.attacks.refusal.measurement import Refusal, Score
+from netweight.attacks.refusal.report import refusal_section
+from netweight.attacks.refusal.selection import ScoredEdit
+from netweight.attacks.refusal.settings import RefusalSettings
+
+
+def measured(refusals):
+    return Refusal(refusals, 4, 0, 0.3, 0.05, 1.0, None, None, 0.5)
+
+
+def test_of_edits_that_leave_as_many_refusals_the_one_marked_as_the_best_is_named(tmp_path):
+    for name in ("refused", "ordinary"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
+    edits = [
+        ScoredEdit(SimpleNamespace(kind="directions", label=label), Score(first_token, 0.05), measured(3))
+        for label, first_token in (("of block 1", 0.4), ("of block 2", 0.2), ("of block 3", 0.3))
+    ]
+    section = refusal_section(measured(4), edits, settings, seed=0)
+    findings = {finding.name: finding for finding in section.findings}
+    assert findings["refusals left by directions"].detail["edit"] == "of block 2"
+    assert findings["share of the refusals left by the best edit"].detail["edit"] == "directions: of block 2"
+    assert "(directions, of block 2)" in section.conclusion
+    assert [row[1] for row in section.tables[0].rows if row[2] == "yes"] == ["of block 2"]
