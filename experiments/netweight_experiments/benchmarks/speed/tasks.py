@@ -128,7 +128,7 @@ TASKS: dict[str, Callable[[], Calls]] = {
 }
 
 
-def main() -> None:
+def serve() -> None:
     """Answer names with seconds until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print does not mix with the answers
@@ -150,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()
