@@ -559,7 +559,8 @@ class Job:
             (self.folder / _KEY).unlink(missing_ok=True)
             if self._owned:
                 self._clear()
-        with suppress(PermissionError):  # of Windows, where it is open
+        # Windows does not remove an open file.
+        with suppress(PermissionError):
             (self.folder / _LOCK).unlink(missing_ok=True)
 
     def _leave(self) -> None:

@@ -93,7 +93,7 @@ output: out
         "treatments.1.immunize.defense: there is no defense 'repnoize'. Nearest: repnoise",
         "treatments.2.immunize.pears: there is no such key. Nearest: pairs",
         "attacks.0: there is no attack 'fintune'. Nearest: finetune",
-        "attacks.1.finetune.grid: must be 'adaptive', 'quick' or 'paper', not 'huge'",
+        "attacks.1.finetune.grid: must be 'adaptive', 'single', 'quick' or 'paper', not 'huge'",
         "attacks.1.finetune.lr.0: must be greater than 0, not 0",
         "attacks.2.finetune: benign_share mixes in benign rows",
     ):

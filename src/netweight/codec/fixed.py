@@ -51,7 +51,8 @@ TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
 TILES_AT = 128  # byte of the payload where the tiles begin
 MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
 MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf16 number that kernels multiply with
-MOST_ESCAPES = 32  # of so many weights at most one may escape
+# At most one of so many weights may escape.
+MOST_ESCAPES = 32
 MOST_INPUTS_IN_BLOCKS = 32  # rows of inputs from which torch's own product of a decoded weight is faster, by trial
 MOST_INPUTS = 256  # rows of inputs; with more, decoding is a small part of a product
 _BF16 = 1

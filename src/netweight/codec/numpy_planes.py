@@ -52,7 +52,8 @@ _LEAST_PER_STREAM = 1 << 12  # bytes of skewed planes, which else are mostly sta
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
-_CLASSES = 8  # of numbers by the magnitude of their base's
+# Number of classes of numbers, by the magnitude of the number in the base.
+_CLASSES = 8
 _LEAST_OF_CLASSES = 1 << 14  # numbers; below this classes do not pay
 
 
@@ -382,7 +383,8 @@ class Probe:
         """Look at numbers, one at least."""
         sampled = min(SAMPLES, len(numbers))
         values, counts = np.unique(numbers[sample_places(sampled, len(numbers))], return_counts=True)
-        likeliest = int(np.argmax(counts))  # of equally likely ones the least
+        # Of equally likely symbols the smallest is taken.
+        likeliest = int(np.argmax(counts))
         probe = cls(int(values[likeliest]), sampled, int(counts[likeliest]), len(values), False)
         if numbers.itemsize != 2 or not probe.few(2):
             return probe

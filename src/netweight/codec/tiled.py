@@ -73,7 +73,8 @@ class TiledBlob:
         chunk_log2 = chunk_log2 or element.default_chunk_log2
         self._header = HeaderWriter(element, tuple(shape), LEVELS.index(level), chunk_log2)
         self._threads, self._ended = threads, False
-        self._chunks = 0  # that were encoded
+        # Number of chunks that were encoded.
+        self._chunks = 0
         self._waiting: deque[Bytes] = deque()  # encoded tiles that have no place yet
 
     @property

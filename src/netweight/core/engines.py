@@ -122,7 +122,8 @@ class _Parent:
 
     connection: Connection | None = None
     address: tuple[Any, bytes] | None = None  # where the parent listens, and the key that it asks for; None elsewhere
-    index = 0  # of the item that the worker is at
+    # Index of the item that the worker runs.
+    index = 0
     lock = threading.Lock()
 
 

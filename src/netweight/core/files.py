@@ -371,7 +371,8 @@ def whole_folder(target: Path) -> Iterator[Path]:
     refuse_planted(part)
     with naming_failures(target):
         if part.exists():
-            shutil.rmtree(part)  # of a run that was killed
+            # A run that was killed left this folder.
+            shutil.rmtree(part)
         try:
             yield part
             publish(part, target)

@@ -16,7 +16,8 @@ from typing import Any
 
 from netweight.errors import MissingExtra, NetweightError, UnsafeInput, UsageError
 
-_MOST_LETTERS = 300  # of another library's message within ours
+# Largest length of another library's message within ours.
+_MOST_LETTERS = 300
 
 
 @contextmanager

@@ -29,7 +29,8 @@ def quiet_libraries() -> None:
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module=r"(?!netweight)")
-    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"  # without a line of our source
+    # The warning is shown without a line of source code.
+    warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
 
 
 if _MARK in os.environ:

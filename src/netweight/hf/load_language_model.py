@@ -128,7 +128,8 @@ def _template_beside(folder: Path) -> str:
     return template if isinstance(template, str) else ""
 
 
-_TRIED_TOKENS = 16  # of the vocabulary, in the check of outputs
+# Number of tokens of the vocabulary in the check of outputs.
+_TRIED_TOKENS = 16
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: bool) -> None:
@@ -173,7 +174,8 @@ def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences
 def check_finite(model: nn.Module) -> None:
     """Refuse a model with a weight that is NaN or infinite, by the weight's name."""
     for name, value in model.named_parameters():
-        part = value.to_local() if hasattr(value, "to_local") else value  # of a sharded one this process's part
+        # Of a sharded tensor, the part of this process is taken.
+        part = value.to_local() if hasattr(value, "to_local") else value
         if not bool(part.isfinite().all()):
             raise UsageError(
                 f"The weight {name!r} contains NaN or infinity.", cure="Use an undamaged copy of the model."

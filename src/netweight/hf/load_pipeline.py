@@ -472,7 +472,8 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
         if kind is None:
             continue
         how: dict[str, Any] = {"dtype": dtypes[part]}
-        if home == "diffusers":  # without accelerate it warns
+        # Diffusers warns without accelerate.
+        if home == "diffusers":
             how["low_cpu_mem_usage"] = importlib.util.find_spec("accelerate") is not None
         network, loaded = kind.from_pretrained(view / part, local_files_only=True, output_loading_info=True, **how)
         refuse_missing_weights(files.folder / part, loaded, f"a {name}", unused=False)

@@ -267,7 +267,8 @@ def _timed(work: Callable[[], object], *, again: bool = True, grad: bool = True)
         began = time.perf_counter()
         work()
         seconds = time.perf_counter() - began
-        if again and seconds < 5:  # what the first call prepares is not counted
+        # The preparations of the first call are not counted.
+        if again and seconds < 5:
             began = time.perf_counter()
             work()
             seconds = time.perf_counter() - began

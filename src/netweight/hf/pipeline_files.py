@@ -427,7 +427,8 @@ def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             file.seek(places[name].begin)
             file.write(tensor_bytes(tensor))
-    with path.open("rb") as again:  # what was written is read back
+    # The written file is read back.
+    with path.open("rb") as again:
         wrong = [
             name for name, value in tensors.items() if tensor_bytes(_read(again, places[name])) != tensor_bytes(value)
         ]

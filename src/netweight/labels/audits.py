@@ -149,7 +149,8 @@ def _memorized_rows(end: AuditEnd) -> list[Row]:
     below = end.payload["threshold"].get("prompts_below")
     if below is None:
         return [_unmeasured("memorized", title, "no control: the threshold was set without ordinary prompts")]
-    more = flagged > (1 - below) * len(scores) + 1e-6  # than as many ordinary prompts
+    # More prompts were flagged than among as many ordinary ones.
+    more = flagged > (1 - below) * len(scores) + 1e-6
     return [
         Row(
             key="memorized", title=title, value=f"{flagged} of {len(scores)}", number=flagged, unit="prompts",

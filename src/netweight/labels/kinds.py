@@ -181,7 +181,8 @@ def _is_torch_archive(file: Path) -> bool:
 def _identify_folder(folder: Path) -> Subject:
     if (folder / "federation.json").is_file():
         return Subject(folder, "federation", config=read_config(folder / "federation.json"))
-    history = folder / "history.json"  # of a Flower server
+    # The server of a Flower run writes this file.
+    history = folder / "history.json"
     if history.is_file() and isinstance(read_config(history).get("rounds"), list):
         return Subject(folder, "federation", config=read_config(history))
     if (folder / "model_index.json").is_file():

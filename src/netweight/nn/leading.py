@@ -41,7 +41,8 @@ def leading_components(matrix: Tensor, rank: int, energy: float = 1.0) -> tuple[
     within = exact if space is None else space.T @ exact
     squares, vectors = torch.linalg.eigh(within @ within.T)
     if energy < 1:
-        left_out = squares.clamp_min(0).cumsum(0).flip(0)  # by the components from each one on
+        # Entry i is what is lost without the components from i on.
+        left_out = squares.clamp_min(0).cumsum(0).flip(0)
         rank = max(1, min(rank, int((left_out > (1 - energy) * left_out[0]).sum())))
     squares, vectors = squares.flip(0)[:rank].clamp_min(0), vectors.flip(1)[:, :rank]
     count = max(1, int((squares > squares[0] * torch.finfo(torch.float64).eps * max(matrix.shape)).sum()))

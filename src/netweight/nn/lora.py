@@ -102,7 +102,8 @@ class LowRank:
         noise = values[0] * torch.finfo(torch.float64).eps * max(self.shape)
         count = max(1, min(rank, int((values > noise).sum())))
         if energy < 1:
-            left_out = values.square().flip(0).cumsum(0).flip(0)  # by the components from each one on
+            # Entry i is what is lost without the components from i on.
+            left_out = values.square().flip(0).cumsum(0).flip(0)
             count = max(1, min(count, int((left_out > (1 - energy) * left_out[0]).sum())))
         root = values[:count].sqrt()
         up = (left.Q @ (u[:, :count] * root)).to(self.up.dtype)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
-_BYTES = 1 << 28  # of a block of rows
+# Largest size of a block of rows, in bytes.
+_BYTES = 1 << 28
 
 
 class MatrixRows(Protocol):

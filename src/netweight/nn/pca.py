@@ -21,7 +21,8 @@ from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.nn.matrix import Columns, Moments, check_finite
 
-_BYTES = 1 << 24  # of a block of columns
+# Largest size of a block of columns, in bytes.
+_BYTES = 1 << 24
 _PANEL = 512  # rows of the Gram matrix that are made at a time
 _EPS = torch.finfo(torch.float32).eps
 

@@ -25,7 +25,8 @@ class Batches:
     def __init__(self, rows: int) -> None:
         if rows < 1:
             raise UsageError(f"A batch needs at least 1 row, not {rows}.", cure="Raise `rows`.")
-        self.rows = rows  # as given, or less after memory ran out
+        # Rows of a batch: the given number, or fewer after memory ran out.
+        self.rows = rows
         self.done = 0  # rows computed so far
         self.calls = 0  # calls that computed them; one that memory had no room for does not count
 

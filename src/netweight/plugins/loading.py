@@ -84,7 +84,8 @@ class NetweightConfig(QuantizationConfigMixin):
         self.exclude = _listed(exclude)
         self.level = level
         self.weights = weights
-        check_prefer(prefer, Precision(mantissa_bits, block_size, fidelity))  # which checks itself
+        # The constructor of Precision checks the values.
+        check_prefer(prefer, Precision(mantissa_bits, block_size, fidelity))
         self.prefer = prefer
         # Bits of the mantissa to keep, 0 to 6, of weights that are compressed while loading; 7 keeps all.
         self.mantissa_bits = mantissa_bits

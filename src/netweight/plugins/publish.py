@@ -161,7 +161,8 @@ def _places(folder: Path) -> Iterator[str]:
         try:
             values = list(_texts(json.loads(file.read_text(encoding="utf-8"))))
         except (OSError, ValueError):
-            continue  # what is not a JSON is not ours to read
+            # A file that is no JSON is not checked.
+            continue
         for text in values:
             if _PLACE.match(text) or any(text.startswith(f"{place}/") for place in here):
                 yield f"{file.relative_to(folder).as_posix()}: {text}"

@@ -51,7 +51,8 @@ class Choice(Generic[E]):
 
 
 def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Choice[Any]:
-    importlib.import_module(module)  # which registers what has no entry point
+    # The import registers what has no entry point.
+    importlib.import_module(module)
     what: Any = (known_attacks() if attacks else known_methods())[verb]
     return Choice(what, what.settings_class.of(given))
 

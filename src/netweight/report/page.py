@@ -86,7 +86,8 @@ def page_template(package: str, file: str) -> jinja2.Template:
         loader=jinja2.PackageLoader("netweight.report", "."),  # base.html
     )  # fmt: skip
     style = resources.files("netweight.report").joinpath("page_style.css").read_text(encoding="utf-8")
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}  # and not sorted
+    # Keys keep their order, and NaN is refused.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     environment.globals["style"] = Markup(style)  # our own file
     return environment.from_string(resources.files(package).joinpath(file).read_text(encoding="utf-8"))
 

@@ -191,7 +191,8 @@ def parse_report(text: str, *, where: str) -> Report:
         faults = [f"{'.'.join(map(str, fault['loc'])) or 'the file'}: {fault['msg']}" for fault in error.errors()]
         shown = "; ".join(faults[:8]) + (f"; and {len(faults) - 8} more" if len(faults) > 8 else "")
         raise _misfit(where, f"{shown}.") from error
-    except UsageError as error:  # of a part, which names itself
+    # The error of a part names the part.
+    except UsageError as error:
         raise _misfit(where, str(error)) from error
 
 

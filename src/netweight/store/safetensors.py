@@ -27,7 +27,8 @@ from netweight.autoload import HOME
 from netweight.core.files import parse_json
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 
-MOST_LINKS = 8  # of a chain of differences
+# Longest chain of differences.
+MOST_LINKS = 8
 _UP = 4  # folders above a file beside which its base is looked for
 _GIVEN = "NETWEIGHT_BASE"
 
@@ -109,7 +110,8 @@ LONGEST_HEADER = 20_000_000
 # Bounds of what one file may declare, checked before anything is allocated for it. The largest mixtures of experts have
 # fewer than 1,000 tensors in a shard.
 MOST_TENSORS = 1 << 16
-_MOST_DIMENSIONS = 64  # as many as numpy knows
+# The largest number of dimensions in numpy.
+_MOST_DIMENSIONS = 64
 _MOST_NUMBERS = 1 << 60  # product of a shape's sizes other than 0: torch computes strides with such products
 METADATA = "__metadata__"
 
@@ -243,7 +245,8 @@ def _checked(path: Path, raw: bytes, size: int) -> Header:
         return Header(raw, _text_map(parse_json(metadata)) or {}, spans)
     header = parse_header(raw)
     if header.data_start + header.data_size != size:
-        return header  # which is told of files cut short
+        # The caller reports files that are cut short.
+        return header
     with safe_open(path, framework="numpy"):
         pass
     if len(entries) <= _LONGEST_REPEATED and not (entries is raw and header.metadata):
@@ -278,7 +281,8 @@ def parse_header(raw: bytes, *, most: int | None = None) -> Header:
 
 
 _VALUES_OF_TENSOR = 16  # in a header: name, dtype, two offsets, and a shape of several sizes
-_OTHER_VALUES = 100_000  # in a header, such as metadata
+# Largest number of other values in a header, such as metadata.
+_OTHER_VALUES = 100_000
 
 
 def refuse_many(tensors: int) -> None:
@@ -365,7 +369,8 @@ def is_pickle(start: bytes) -> bool:
     return False
 
 
-_OPCODES = 8  # as many in a row are no chance
+# So many opcodes in a row are no coincidence.
+_OPCODES = 8
 
 
 def _not_safetensors(path: Path, start: bytes, size: int) -> CorruptBlob | UnsafeInput:

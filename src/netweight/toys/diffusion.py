@@ -66,7 +66,8 @@ def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = Diffusi
             down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * deeper),
             up_block_types=("UpBlock2D",) * (deeper + 1),
             cross_attention_dim=shape.text_width,
-            attention_head_dim=shape.heads,  # which diffusers takes for the number of heads
+            # Diffusers takes this value for the number of heads.
+            attention_head_dim=shape.heads,
             norm_num_groups=8,
         )
     return assembled(denoiser, tokenizer, seed, side=shape.side, text_width=shape.text_width)

@@ -208,9 +208,11 @@ def weights_fixed(module: nn.Module, *, but: Collection[nn.Parameter] = ()) -> I
 
 # ---- further attacks: by the text encoder's input, by words, from the picture, by training ---------------------------
 
-_RANK = 4  # of LoRA
+# Rank of the LoRA factors.
+_RANK = 4
 _QUARTERS = 4  # embeddings by timestep
-_WORDS = 8  # that are typed
+# Number of words of a typed prompt.
+_WORDS = 8
 _CANDIDATES = 8  # exchanges of a word that are tried in a step
 _NEAREST = 16  # words for each place, from which candidates are drawn: those of the steepest descent
 _LEVEL = 0.9  # noise level that a target is noised to, as a share of the steps of its generation

@@ -65,7 +65,8 @@ def search_section(
         warnings.append(
             "No never-trained images were searched for, so it is unknown what the search generates by itself."
         )
-    names = sorted(comparison.subjects, key=lambda name: name == roles.unedited)  # what was edited comes first
+    # Edited models come first.
+    names = sorted(comparison.subjects, key=lambda name: name == roles.unedited)
     verdicts = {name: verdict(comparison, name) for name in names}
     return Section(
         "Search for embeddings",

@@ -292,7 +292,8 @@ class _Trials:
             steps = ended if outcome == "found" else None
             trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row]), self._rates[row]))
         rows = range(len(trials))
-        blank = torch.full((self._settings.images, *self._image.shape), 0.5)  # of a row that diverged unseen
+        # A row that diverged gets a gray image.
+        blank = torch.full((self._settings.images, *self._image.shape), 0.5)
         before, after = (
             torch.stack([images.get(row, blank) for row in rows]) for images in (self._before, self._after)
         )

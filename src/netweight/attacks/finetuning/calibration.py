@@ -90,7 +90,8 @@ def calibrate(
         runs += attacks.runs
     how: dict[str, Any] = {"subject": undefended.name, "domain": domain, "runs": runs}
     first = runs[0].result.curve[0]
-    useful = [run.result for run in runs if run.result.outcome == "resisted"]  # to the end, neither lost nor NaN
+    # These runs reached their end without collapse and without NaN.
+    useful = [run.result for run in runs if run.result.outcome == "resisted"]
     if not useful:
         raise NoThreshold(
             f"Every attack on {name} collapses: the loss diverges, or the model loses more of the kept ability than is "

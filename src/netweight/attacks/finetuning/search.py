@@ -35,7 +35,8 @@ _KEPT = 3  # a rung keeps one of so many attacks, and the next gives them so man
 _ROUNDS = 6  # rounds of neighbors, at most
 _BEST = 2  # attacks whose neighbors are tried, of different kinds
 _FINALISTS = 3  # attacks of a search that are run again, from other seeds
-_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)  # of Adam on all weights
+# Learning rates of Adam on all weights.
+_RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
 _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
 _PART_SCALE = 5.0

@@ -25,7 +25,8 @@ from netweight.settings import Cli, ModelPath, Settings
 Precision = Literal["fp32", "mixed", "bf16", "rounded"]
 
 GRIDS = ("single", "quick", "paper")  # names that `named_grid` knows
-DEFENDED = "defended"  # what the model in question is called in reports
+# Name of the attacked model in reports.
+DEFENDED = "defended"
 
 
 @final

@@ -111,7 +111,8 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
     try:
         with torch.no_grad():
             functional_call(model, copies, (torch.zeros(shape).to(like),))
-    except Exception as error:  # of a user's own model
+    # The model of a user may raise anything.
+    except Exception as error:
         raise UsageError(
             f"The model does not take images of shape {shape}: {error}.", cure="Give the shape that it was made for."
         ) from error

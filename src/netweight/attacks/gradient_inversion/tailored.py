@@ -27,7 +27,8 @@ from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
 # Temperatures of the first descent, in standard deviations of the values compared.
 _SOFT, _SHARP = 2.0, 0.07
-_START, _END = 1.0, 0.02  # of the search
+# Noise at the start and at the end of the search.
+_START, _END = 1.0, 0.02
 # Blocks that can be undone one after another; what is left open of each adds up.
 _PEELED = 2
 

@@ -30,7 +30,8 @@ LENGTH_BYTES = 8  # before the blob in a payload
 
 _THREADS, _PLACERS = 128, 1024  # of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu
 _COPIERS = 8  # kCopiers in kernels/encode.cu
-_ALIGNMENT = 16  # of a tensor's address
+# The address of a tensor is a multiple of so many bytes.
+_ALIGNMENT = 16
 _SHAPE_WORDS = 10  # 64 dimensions whose product is below 2^62 have at most 73 bytes of varints
 _DIGEST_BLOCK = 1024  # kDigestBlock in kernels/digest.cuh
 _LONG_TEXT = 241  # kLongText there
@@ -320,7 +321,8 @@ def _launch(entry: str, grid: int, arguments: Sequence[torch.Tensor | int], *, t
 
 def _digest_arguments(source: torch.Tensor, wave: Wave, small: _Small) -> list[torch.Tensor | int]:
     """Return the arguments of advance_digest for a wave: the sums of its blocks, and the position to continue at."""
-    sums = small.state  # of no block
+    # Without blocks, the kernel does not read this argument.
+    sums = small.state
     if wave.digest_blocks:
         sums = _memory(64 * wave.digest_blocks, source.device)
         grid = -(-wave.digest_blocks // (_THREADS // 8))  # four blocks a warp
@@ -375,7 +377,8 @@ def _run_wave(
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
     splits = list(Plane.head(plan.element).splits(plan.level))
     how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), sampling(plan.level))
-    chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]  # is not looked at
+    # Without a digest, the kernel does not read these arguments.
+    chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]
     if digest:
         chain = _digest_arguments(source, wave, small)
     given = (room.slots, plan.slot_bytes, room.work, plan.work_bytes, room.sizes)

@@ -29,7 +29,8 @@ _DECODE_THREADS = _FINISH_THREADS = 256
 _ENCODE_THREADS, _SUM_THREADS, _PLACE_THREADS = 512, 1024, 128
 _TILES_DECODED = 4  # of the same rows by a block; half of its warps then see to escapes alone, which measured fastest
 _LISTED = 512  # kListed in kernels/fixed.cu
-_ALIGNMENT = 16  # of addresses, in bytes
+# Addresses are multiples of so many bytes.
+_ALIGNMENT = 16
 
 
 @final

@@ -165,8 +165,10 @@ def _upright(images: Tensor, labels: Tensor, tall: int) -> tuple[Tensor, Tensor]
     return (images.transpose(2, 3).contiguous() if lying else images), labels
 
 
-_DIGITS_MEAN_STD = ((0.3051,), (0.3248,))  # of the 1,501 train images, as resized here
-_EVERY = 6  # of each class, every sixth image tests
+# Mean and deviation of the 1,501 training images in the size used here.
+_DIGITS_MEAN_STD = ((0.3051,), (0.3248,))
+# Every sixth image of each class is for tests.
+_EVERY = 6
 
 
 def digits() -> Images:

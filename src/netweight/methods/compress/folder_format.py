@@ -417,7 +417,8 @@ def make_plan(
     taken = [path for path in files if not any(fnmatch(path, pattern) for pattern in settings.exclude)]
     if settings.variant is not None:
         taken = _of_variant(taken, settings.variant, source)
-    headers: dict[str, dict[str, Header]] = {}  # of each folder's weights files
+    # Folder → headers of its files of weights.
+    headers: dict[str, dict[str, Header]] = {}
     problems = [problem for path in taken if (problem := _problem(source, path, headers, sources)) is not None]
     problems += _missing_shards(source, files, taken)
     if not problems and not any(path.endswith(".safetensors") for path in taken):

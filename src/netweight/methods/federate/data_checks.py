@@ -61,7 +61,8 @@ def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
     try:
         parts = [halves[1](halves[0](part.to(device))) for part in torch.split(tried, _AT_ONCE)]
         outputs: Tensor = torch.cat(parts)
-    except Exception as error:  # of a user's own network
+    # The network of a user may raise anything.
+    except Exception as error:
         raise UsageError(
             f"The network cannot take the {what}, {inputs.dtype} of shape (n{_shape(inputs)}): {_reason(error)}.",
             cure="Convert them to the type, shape and range that the network was made for.",
@@ -75,7 +76,8 @@ def _refuse_training_targets(task: Task, outputs: Tensor, data: ClientData, clie
     whose = f"training targets of client {client}, {targets.dtype} of shape (n{_shape(targets)})"
     try:
         once, twice = task.loss(same, targets), task.loss(torch.cat([same, same]), torch.cat([targets, targets]))
-    except Exception as error:  # of a user's own loss
+    # The loss of a user may raise anything.
+    except Exception as error:
         plain = task.loss is F.cross_entropy
         raise UsageError(
             f"The loss cannot take the {whose}, beside outputs of shape (n{_shape(outputs)}): {_reason(error)}.",

@@ -242,7 +242,8 @@ def exposure(
             work.update(1)
     first, movement, given_anyway = zip(*cosines, strict=True)
     psnrs, ssims, random, average = zip(*qualities, strict=True) if qualities else ((), (), (), ())
-    ssims = tuple(value for value in ssims if not math.isnan(value))  # of images smaller than its window there is none
+    # Images smaller than the window of SSIM have none.
+    ssims = tuple(value for value in ssims if not math.isnan(value))
     originals, made = zip(*pairs, strict=True) if pairs else ((), ())
     read, frequent = zip(*texts, strict=True) if texts else ((), ())
     return Exposure(

@@ -156,7 +156,8 @@ def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
     begun = torch.get_rng_state()
     try:
         outputs = halves[1](halves[0](inputs))
-    except Exception as error:  # of a user's own network
+    # The network of a user may raise anything.
+    except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0].rstrip(".")
         raise UsageError(
             f"The network cannot take inputs of shape {tuple(inputs.shape)}: {type(error).__name__}: {reason}.",

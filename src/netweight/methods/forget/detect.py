@@ -446,5 +446,6 @@ def _windows_along(side: int, kernel: int) -> Tensor:
     offsets = torch.arange(kernel) - kernel // 2
     bell = (-offsets.double().square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
     positions = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
-    positions = side - 1 - (side - 1 - positions).abs()  # and at the last
+    # Positions beyond the last pixel are reflected as well.
+    positions = side - 1 - (side - 1 - positions).abs()
     return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, positions, (bell / bell.sum()).expand(side, -1))

@@ -189,7 +189,8 @@ def undo_folder(source: str | Path, destination: str | Path) -> Undone:
 
 
 def _fresh_tree(job: Job) -> Path:
-    shutil.rmtree(job.tree)  # what a run left that was killed here
+    # A run that was killed here left this folder.
+    shutil.rmtree(job.tree)
     return job.tree
 
 

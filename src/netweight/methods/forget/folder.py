@@ -67,7 +67,8 @@ from netweight.report.report import Report
 # Ordinary prompts that are needed: half of them calibrate, the others are held out.
 _LEAST_ORDINARY = 4
 _SHOWN = 16  # ordinary prompts whose images are compared
-_SEED = 0  # of audits in recipes
+# Seed of audits in recipes.
+_SEED = 0
 
 
 def forget_folder(

@@ -21,7 +21,8 @@ from netweight.metrics.copies import MemorizedImage
 from netweight.nn.text_to_image import Batches, TextToImage, generated, most_rows
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-_FOLDER = "images"  # of the images of every prompt
+# Folder of the images of all prompts.
+_FOLDER = "images"
 
 
 @final
@@ -71,7 +72,8 @@ def generate_images(
     if not prompts:
         raise UsageError("There is no prompt to generate images of.", cure="Give at least one.")
     about = {"model": model.digest(), "setting": setting, **settings.to_json()}
-    del about["rows"]  # which does not change the images
+    # The number of rows at once does not change the images.
+    del about["rows"]
     keys = {prompt: digest_config({**about, "prompt": prompt}) for prompt in prompts}
     files = {} if folder is None else {prompt: _path(Path(folder), key) for prompt, key in keys.items()}
     images = {prompt: _kept(files[prompt], keys[prompt]) for prompt in files if files[prompt].exists()}

@@ -27,7 +27,8 @@ from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage
 
-_VERSION = 1  # of files of statistics
+# Version of the files of statistics.
+_VERSION = 1
 _STAGES = ("down_blocks", "mid_block", "up_blocks")
 
 

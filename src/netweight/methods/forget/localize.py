@@ -48,7 +48,8 @@ Status = Literal["resolved", "unresolved", "not memorized", "failed"]
 # Similarities that differ by less are equal: the same row in another batch differs in its last bits.
 _TOLERANCE = 1e-5
 _FIRST_STAGES = 4  # tried at once; each further batch doubles
-_VERSION = 1  # of files of results
+# Version of the files of results.
+_VERSION = 1
 _COLUMNS = ("Caption", "URL", "Initial Neurons", "Initial SSIM", "Refined Neurons", "Refined SSIM")
 
 

@@ -22,7 +22,8 @@ from netweight.core.names import Units
 from netweight.errors import CorruptBlob
 from netweight.store.reader import open_store
 
-FOLDER = "forget"  # in a pipeline's folder
+# Folder of the records within the folder of a pipeline.
+FOLDER = "forget"
 _VERSION = 1
 _STORED = "stored|"
 

@@ -251,7 +251,8 @@ class Trials:
         *, released: Predictions | None = None, limit: float = 0.0,
     ) -> None:  # fmt: skip
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
-        self._released, self.limit = released, limit  # what greatest similarities are compared with
+        # The limit with which the greatest similarities are compared.
+        self._released, self.limit = released, limit
         self._known: dict[tuple[Hashable, int], float] = {}
         self._least: dict[tuple[Hashable, int], float] = {}
         self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded or foreseen last

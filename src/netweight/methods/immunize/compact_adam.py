@@ -15,7 +15,8 @@ from netweight.errors import Unsupported
 from netweight.methods.immunize.distributed import ProcessGroup, is_sharded
 from netweight.methods.immunize.settings import TrainingSettings
 
-BETAS = (0.9, 0.999)  # as Adam's
+# The decay rates of torch's Adam.
+BETAS = (0.9, 0.999)
 _EPSILON = 1e-8
 _MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
 

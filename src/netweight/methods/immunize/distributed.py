@@ -197,7 +197,8 @@ def spread_of(model: nn.Module) -> Spread:
     if isinstance(model, DistributedDataParallel):
         device = next(model.parameters()).device
         return Spread(model.module, ProcessGroup.of(model.process_group, device), device)
-    trained_weights(model)  # from here on parts are parts
+    # The call reshards weights that a forward pass gathered, so that their parts are found below.
+    trained_weights(model)
     shards = [value for value in model.parameters() if is_sharded(value)]
     if not shards:
         first = next(model.parameters(), None)
@@ -246,7 +247,8 @@ def _refuse_other_ways(model: nn.Module) -> None:
 
 def is_sharded(value: Tensor) -> bool:
     """Return whether a tensor is a part of one that is spread over processes."""
-    tensors: Any = sys.modules.get("torch.distributed.tensor")  # who has not imported it has no such tensor
+    # A program that has not imported the module has no such tensor.
+    tensors: Any = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(value, tensors.DTensor)
 
 

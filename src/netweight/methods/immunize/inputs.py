@@ -10,7 +10,8 @@ from netweight.data.tokens import Example, Pair
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, positions_of, vocabulary_of
 
-_NAMED = 5  # of several bad rows so many are named
+# At most so many unusable rows are named.
+_NAMED = 5
 
 
 def check_inputs(

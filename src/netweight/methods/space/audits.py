@@ -27,7 +27,8 @@ EXACT = 1e-4  # largest relative error of an adapter that was written at its own
 SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
 
 _RESAMPLES = 500
-_NEIGHBORHOOD = 3  # as in the paper of precision and recall
+# Number of neighbors, as in the paper on precision and recall.
+_NEIGHBORHOOD = 3
 
 
 @final

@@ -35,7 +35,8 @@ class Duplicate:
 
 
 _MARGIN = 0.25  # of cosines of sketches below exact ones; some four of their standard deviations for sixty modules
-_SIDE = 16  # of these sketches
+# Side length of the sketches.
+_SIDE = 16
 
 
 def find_duplicates(folder: Path, least: float, progress: Progress) -> tuple[list[Duplicate], dict[str, str]]:

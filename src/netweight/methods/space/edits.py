@@ -41,7 +41,8 @@ EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no 
 COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
 
 _RESAMPLES = 500
-_DAMPING = 0.1  # of a correction, in mean squares of slopes
+# Damping of a correction, as a multiple of the mean square of the slopes.
+_DAMPING = 0.1
 
 
 @final

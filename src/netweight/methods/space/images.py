@@ -36,7 +36,8 @@ from netweight.report.text import Conclusion, Criterion, Words, worst
 from netweight.settings import ModelPath, Settings
 
 _SHOWN = 5  # points in the picture
-_STRENGTHS = (1.0, 2.0, 3.0)  # of edits, in multiples of the farthest model
+# Strengths of edits, as multiples of the distance of the farthest model.
+_STRENGTHS = (1.0, 2.0, 3.0)
 
 
 class PointImages(Settings):

@@ -25,7 +25,8 @@ from netweight.report.finding import Finding
 DirectionKind: TypeAlias = Literal["encoder", "decoder", "difference", "corrected", "reference"]
 Measure: TypeAlias = Literal["cosine", "distance"]
 
-POINTS_VERSION = 1  # of the files
+# Version of the files of points.
+POINTS_VERSION = 1
 _AT_ONCE = 1024  # points whose distances are computed at a time
 
 

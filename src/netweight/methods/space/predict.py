@@ -30,7 +30,8 @@ from netweight.store.bank.shards import stacked
 READERS = ("gauge-free network", "linear probe")
 _SIDE, _WIDTH, _HIDDEN = 16, 4, 64
 _STEPS, _BATCH, _RATE, _DECAY, _NOISE = 300, 128, 3e-3, 0.3, 0.3
-_NETWORKS = 3  # whose mean is the prediction
+# The prediction is the mean of so many networks.
+_NETWORKS = 3
 
 
 @final

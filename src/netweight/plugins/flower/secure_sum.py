@@ -161,7 +161,8 @@ class _OneSum:
 
 def masked_sum(context: Context, groups: int = 1) -> Summed:
     """Return what runs a round in which the server sees the weighted means of groups of clients alone."""
-    lengths: list[float] = []  # of the sums so far
+    # Lengths of the sums so far.
+    lengths: list[float] = []
 
     def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> list[Update]:
         rounds = over.rounds

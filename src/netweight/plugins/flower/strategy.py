@@ -164,7 +164,8 @@ def patiently(call: Callable[..., Iterable[_T]], *arguments: object) -> list[_T]
     for seconds in _AGAIN:
         try:
             return list(call(*arguments))
-        except Exception as error:  # of httpx, on which Flower's grid is built
+        # Flower's grid is built on httpx, whose errors arrive here.
+        except Exception as error:
             if getattr(getattr(error, "response", None), "status_code", 0) < 500:
                 raise
             _LOG.warning("The SuperLink failed and is asked again in %.1f seconds: %s.", seconds, error)

@@ -44,7 +44,8 @@ CONVERTED = "converted"  # in the provenance of what was not a plain LoRA: its r
 _UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused by name
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
-_DENOISERS = {"unet", "transformer", AUTHORS}  # of which one model has one
+# A model has one of these components.
+_DENOISERS = {"unet", "transformer", AUTHORS}
 
 
 @final

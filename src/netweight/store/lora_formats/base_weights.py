@@ -277,7 +277,8 @@ def open_weights(path: Path) -> Store:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         for file in sorted(path.iterdir()):
             if file.suffix in _PICKLES:
-                return open_store(file)  # which says what to do
+                # The error of the reader names the cure.
+                return open_store(file)
     return open_store(path)
 
 

@@ -54,7 +54,8 @@ def tag_counts(metadata: Mapping[str, str]) -> Counter[str]:
 
 def base_model(metadata: Mapping[str, str]) -> str | None:
     """The base model as trainers name it: the kind of model before a checkpoint's own name."""
-    kind = metadata.get("modelspec.architecture", "").partition("/")[0]  # as in stable-diffusion-v1/lora
+    # An example is stable-diffusion-v1/lora.
+    kind = metadata.get("modelspec.architecture", "").partition("/")[0]
     return metadata.get("ss_base_model_version") or kind or metadata.get("ss_sd_model_name") or None
 
 

@@ -498,7 +498,8 @@ def _experts(
     parts: dict[str, Part] = {}
     for owner, names in owners.items():
         target = targeted(owner, settings.parameters)
-        assert target is not None  # it was above
+        # The target was checked above.
+        assert target is not None
         parameters = list(target[2])
         if len(names) != len(parameters):
             raise CorruptBlob(

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _DENOISERS = ("unet", "transformer", "transformer_2")
 _ENCODERS = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"}
 _ENDS = {"weight": "diff", "bias": "diff_b", "modulation": "diff_m"}
-_TOLERANCE = 1e-5  # of what is read back, beside the change
+# Largest error of the change as it is read back, as a share of the change.
+_TOLERANCE = 1e-5
 
 
 @final
@@ -677,7 +678,8 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None, parameter
     except UsageError:  # names that several architectures have; the file was made of one that was said
         plan = plan_adapter(written, naming=naming)
     if not all(change.down.isfinite().all() and change.up.isfinite().all() for change in adapter.factors.values()):
-        return  # which no reader takes
+        # No reader takes such a file.
+        return
     again = load_plan(plan)
     # Kohya's names of CLIP have a level that newer models lack.
     factors = {_plain_name(name): change for name, change in again.factors.items()}

@@ -168,7 +168,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
         self._updated = 0  # parameters updated in it
         self._ending: Callable[[], None] | None = None  # ends the last write
-        self._waiting: _Waiting | None = None  # what is updated next
+        # The weight that is updated next.
+        self._waiting: _Waiting | None = None
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None

@@ -29,7 +29,8 @@ Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
 _ROW_CHUNKS = 14  # an embedding reads few rows: small chunks, of 16,384 numbers
 _TOGETHER = 256 << 20  # bytes of payloads that share a segment of a GPU's memory
-_ALIGNMENT = 512  # of their addresses, as torch has it
+# Addresses are multiples of so many bytes, as in torch.
+_ALIGNMENT = 512
 
 
 @final
@@ -63,7 +64,8 @@ class Compression:
         return self.after / self.before if self.before else 1.0
 
 
-@torch.inference_mode(False)  # or the weights could not be trained afterwards
+# Weights made in inference mode could not be trained afterwards.
+@torch.inference_mode(False)
 def compress_(
     model: nn.Module,
     *,

@@ -300,7 +300,8 @@ class CompressedStorage:
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"wire": None, "decoded": None}
         made = pack(self.blob).to(self.payload.device) if self.fixed or device.handles(self.payload) else self.payload
-        state["payload"] = made.detach()  # without what is noted of it
+        # The pickle contains nothing that autograd noted of the payload.
+        state["payload"] = made.detach()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -416,7 +416,8 @@ def _share_memory(tensor: CompressedTensor) -> CompressedTensor:
     tensor.stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
     tensor.stored.own()
     tensor.payload.share_memory_()  # type: ignore[no-untyped-call]
-    tensor.stored.decoded = None  # what others write is not counted here
+    # Writes of other processes are not noticed here, so that no decoded values may be kept.
+    tensor.stored.decoded = None
     return tensor
 
 

@@ -118,7 +118,8 @@ def neurons_of_prompts(task: EditTask, config: LocalizationConfig) -> list[Local
     from netweight.methods.forget.layers import measure_statistics
     from netweight.methods.forget.localize import localize
 
-    assert task.job is not None  # of a folder
+    # An edit of a folder always has a job.
+    assert task.job is not None
     threshold, _ = calibrated(task.model, task.ordinary, config.detection, folder=task.job, progress=task.progress)
     statistics = measure_statistics(task.model, task.ordinary, scope=config.scope, progress=task.progress)
     return localize(

@@ -29,11 +29,13 @@ from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 # A `trained.TrainedEdit`, which calls `train`.
 TrainedEdit: TypeAlias = Any
-CHECKPOINT = "distil.net.safetensors"  # in the job's folder
+# Name of the checkpoint in the folder of the job.
+CHECKPOINT = "distil.net.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _IMAGES = "images to learn from"  # a folder beside it
 _KEEP_EVERY = 50  # steps from one checkpoint to the next,
-_KEEP_SECONDS = 600  # or so many seconds, whichever is sooner
+# A checkpoint is also written after so many seconds.
+_KEEP_SECONDS = 600
 _HELD_OUT = 10  # one in so many ordinary prompts is not trained on
 _WARM_UP = 40  # steps
 # Orders of the channels and flips of turned copies: none leaves a picture as it is.

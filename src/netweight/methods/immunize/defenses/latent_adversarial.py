@@ -69,7 +69,8 @@ class LatentAdversarialDefense(LooksAhead[LatentAdversarial]):
                 down = slope * inside / (slope * inside).norm(dim=-1, keepdim=True).clamp(min=1e-12)
                 moved = shift.detach() - 2.5 * settings.bound / settings.search_steps * down
                 shifts[place] = moved * (settings.bound / moved.norm(dim=-1, keepdim=True).clamp(min=settings.bound))
-        with steps.disturbed(model, shifts):  # what is kept besides weighs three times as much
+        # The term of ordinary answers has three times the weight.
+        with steps.disturbed(model, shifts):
             yield {"harmless": Term(losses.response_loss(model, batch.harmless, group), 1 / 3)}
             yield {"harmful": Term(self.unlikely(model, batch.harmful, group), 1 / 3)}
 

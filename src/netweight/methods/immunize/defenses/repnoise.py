@@ -136,7 +136,8 @@ class RepNoiseDefense(Defense[RepNoise]):
             balanced = settings.fidelity == "corrected" and settings.alpha > 0
             side["noise"] = Term(noise_term, settings.beta, settings.beta if balanced else None)
         yield side
-        del noise_term, ascent, side, states  # with them goes the graph
+        # The graph is freed with these tensors.
+        del noise_term, ascent, side, states
         yield {"harmless": Term(harmless_term(model, batch, settings))}
 
 

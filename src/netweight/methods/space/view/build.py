@@ -318,7 +318,8 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
     count, prompts = len(settings.seeds), settings.prompts
     noise, scheduler = model.initial_noise(settings.seeds), copy.deepcopy(pipeline.scheduler)
     scheduler.set_timesteps(settings.steps)
-    fresh = copy.deepcopy(scheduler)  # without the state of former steps
+    # The copy has no state of earlier steps.
+    fresh = copy.deepcopy(scheduler)
     start = noise * scheduler.init_noise_sigma
     zero, rows, walked, expected = torch.zeros(1, 1, 1, 1), [], start, start
     for step in scheduler.timesteps:
