@@ -50,7 +50,7 @@ def test_all_settings_are_those_of_the_command(model, tmp_path):
     answer = run(model, "--plan", "--json")
     settings = json.loads(answer.stdout)["plan"]["steps"][0]["settings"]
     assert settings == {
-        "level": "default", "threads": None, "variant": None, "exclude": [],
+        "level": "default", "threads": None, "base": None, "variant": None, "exclude": [],
         "mantissa_bits": 7, "block_size": 512, "fidelity": "corrected",
     }  # fmt: skip
 
