@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from tiny_llama import immunization_files
 
@@ -60,6 +61,16 @@ def test_a_model_of_ones_own_gets_the_recipe_for_its_kind_and_rows_to_replace(he
     shutil.copy("model/model.safetensors", "one.safetensors")
     init("other", "--subject", "one.safetensors")
     assert "compress" in Path("other", "recipe.yaml").read_text()
+
+
+def test_the_recipe_of_a_chat_model_applies_its_template(here):
+    init("plain", "--subject", "model")
+    assert "chat: " not in Path("plain", "recipe.yaml").read_text()
+    Path("model", "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    init("mine", "--subject", "model")
+    written = yaml.safe_load(Path("mine", "recipe.yaml").read_text())
+    assert written["treatments"][0]["immunize"]["chat"] is True
+    assert written["attacks"][0]["finetune"]["chat"] is True
 
 
 def test_what_is_there_is_not_written_over(here):

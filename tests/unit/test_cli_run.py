@@ -5,6 +5,9 @@ import toy_treatment
 from click.testing import CliRunner
 
 from netweight import cli
+from netweight.errors import UsageError
+from netweight.registry import Attack, register, unregister
+from netweight.settings import Settings
 
 RECIPE = """
 subject: subject
@@ -80,6 +83,30 @@ def test_a_treatment_without_its_audits_is_called_out(call, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE + "audits: []\n")
     for arguments in (["--plan"], []):
         assert "audits left out: length, start" in call(*arguments).stdout
+
+
+def failing(target, settings, progress):
+    raise UsageError("This attack cannot be made.")
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_report_of_a_run_that_failed_is_not_to_publish(call, tmp_path, again):
+    """The attack that was asked for could not be made, so the targets that were met before are no verdict."""
+    if again:  # a complete run of another recipe wrote a page before
+        assert call().exit_code == 0
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "attacks:\n  - harm\n")
+    harm = Attack("harm", Settings, attack=failing, summary="Fail.", title="Harm")
+    register(harm)
+    try:
+        assert call().exit_code == 2
+        answer = CliRunner().invoke(cli.netweight, ["report", "out"])
+    finally:
+        unregister(harm.name)
+    assert answer.exit_code == 1
+    assert answer.stdout.rstrip().endswith(
+        "Do not publish: there is no verdict, because step 2, harm could not be measured "
+        "(the run ended before this step)."
+    )
 
 
 def test_problems_are_usage_errors(call):

@@ -18,6 +18,7 @@ from netweight.core.files import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
 from netweight.hf.families import check_language_model
+from netweight.labels.ingredients import chat_template
 from netweight.recipes import recipe_schema
 from netweight.report.report import write_text
 from netweight.tour import write_ciphers, write_pictures
@@ -61,7 +62,9 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_taken(folder, ("my-model", "pairs.jsonl", *recipes))  # before the work; all other names after it
     with tempfile.TemporaryDirectory(prefix=".netweight-init-", dir=folder) as made:
-        rows = _write_all(Path(made), recipes, None if model is None else _name_of_subject(str(subject), model))
+        name = None if model is None else _name_of_subject(str(subject), model)
+        chat = model is not None and model.is_dir() and chat_template(model) is not None
+        rows = _write_all(Path(made), recipes, name, chat=chat)
         names = _move_into(Path(made), folder)
     first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
     if model is not None and rows:
@@ -74,8 +77,13 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
     output.result({"folder": str(folder), "recipes": sorted(recipes)})
 
 
-def _write_all(folder: Path, recipes: Mapping[str, Traversable], subject: str | None) -> dict[str, str]:
-    """Write recipes and the files that they name; without a subject also small models. Return digests of the rows."""
+def _write_all(
+    folder: Path, recipes: Mapping[str, Traversable], subject: str | None, *, chat: bool = False
+) -> dict[str, str]:
+    """Write recipes and the files that they name; without a subject also small models. Return digests of the rows.
+
+    With `chat`, prompts go through the chat template of the subject.
+    """
     named = "".join(each.read_text(encoding="utf-8") for each in recipes.values())
     if "pairs.jsonl" in named:
         write_ciphers(folder, pairs=400, attacked=400, seed=0)
@@ -89,6 +97,8 @@ def _write_all(folder: Path, recipes: Mapping[str, Traversable], subject: str | 
         if subject is not None:
             own = json.dumps(subject, ensure_ascii=False)
             text = "\n".join(f"subject: {own}" if line.startswith("subject: ") else line for line in text.split("\n"))
+            for start in _CHAT if chat else ():
+                text = text.replace(start, f"{{chat: true, {start[1:]}")
             if rows:
                 text += _PLACEHOLDERS + "".join(f"  {row}: {digest}\n" for row, digest in rows.items())
         write_text(folder / name, text)
@@ -117,6 +127,7 @@ def _move_into(made: Path, folder: Path) -> list[str]:
 
 
 _ROWS = (".jsonl", ".csv", ".txt")
+_CHAT = ("{pairs: ", "{harmful: ")  # how settings begin that take prompts for a language model
 _PLACEHOLDERS = """
 # Files that show the format, with their digests. The recipe does not run before you replace them by your own data.
 placeholders:

@@ -330,15 +330,19 @@ def run(
         if not entry.from_ledger:
             _report(plan, ended, command).write(plan.recipe.output)
 
-    if jobs > 1:
-        _at_once(plan, jobs, take, progress)
-    else:
-        for number, part in enumerate(plan.parts):
-            if part.recipe.name:
-                say(f"{number + 1} of {len(plan.parts)}, {part.recipe.title}.")
-            for entry in _run(part, progress):
-                take(number, entry)
-    _report(plan, ended, command).write(plan.recipe.output)
+    try:
+        if jobs > 1:
+            _at_once(plan, jobs, take, progress)
+        else:
+            for number, part in enumerate(plan.parts):
+                if part.recipe.name:
+                    say(f"{number + 1} of {len(plan.parts)}, {part.recipe.title}.")
+                for entry in _run(part, progress):
+                    take(number, entry)
+    finally:
+        # Also where a step fails after others that an earlier run did: the page of that run has another verdict.
+        if any(entries for _, entries in ended):
+            _report(plan, ended, command).write(plan.recipe.output)
     return [entry for _, entries in ended for entry in entries]
 
 
@@ -384,18 +388,35 @@ def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
 
 
 def _report(plan: Plan, ended: list[tuple[Plan, list[StepResult]]], command: str | None) -> Report:
-    """The report of the steps that ended."""
+    """The report of the steps that ended; those that did not are named, so that no verdict is without them."""
     title = plan.recipe.title or f"Recipe for {plan.recipe.subject.name}"
     seeds = [part.recipe.seed for part, _ in ended]
     inputs = {str(part.recipe.subject): entries[0].subject for part, entries in ended if entries}
     report = Report(title, summary=plan.recipe.summary, command=command, seeds=seeds, inputs=inputs)
     for part, entries in ended:
         sections = [section for entry in entries for section in _shown(entry, part)]
+        sections += _pending(part, len(entries))
         if part.recipe.name and sections:
             report.chapter(_chapter(part, sections, command))
         for section in sections:
             report.add(section)
     return report
+
+
+def _pending(plan: Plan, ended: int) -> list[Section]:
+    """The sections of the steps after the first ones, which ended: each was asked for and could not be measured."""
+    sections = []
+    for step in (*plan.steps, *plan.attacks)[ended:]:
+        name = f"{plan.recipe.name}, step {step.number}" if plan.recipe.name else f"step {step.number}"
+        finding = Finding(
+            f"{name}, {step.verb}", None, target=True, detail={"reason": "the run ended before this step"}
+        )
+        sections.append(Section(f"{_heading(step, plan)}: not done", [finding]))
+    return sections
+
+
+def _heading(step: Step | AttackStep, plan: Plan) -> str:
+    return f"{plan.recipe.name}, step {step.number}" if plan.recipe.name else f"{step.number}. {step.verb}"
 
 
 def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
@@ -462,8 +483,7 @@ def _say(done: StepResult, say: Callable[[str], object], before: str) -> None:
 
 def _shown(done: StepResult, plan: Plan) -> list[Section]:
     """The sections of a step in the report; the first says what was made, and which audits are missing."""
-    number, step = done.step.number, done.step
-    heading = f"{plan.recipe.name}, step {number}" if plan.recipe.name else f"{number}. {step.verb}"
+    step, heading = done.step, _heading(done.step, plan)
     if isinstance(step, AttackStep):
         return [replace(section, title=f"{heading}: {section.title}") for section in done.sections.values()]
     first, *others = [
