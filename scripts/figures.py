@@ -211,7 +211,7 @@ def training() -> None:
         f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activations calculated again, one thread "
         f"({result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}). AdamW "
         f"with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB and takes "
-        f"{plain['seconds a step']:.1f} seconds a step; both are 1.00 here:"
+        f"{plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
     )
     cog.outl("\n| | peak memory | speed |\n|---|---:|---:|")
     for name, shown in TRAINING.items():
