@@ -114,6 +114,8 @@ WORK ?= work-language
 bench-language: $(VENV)/dev.stamp
 	$(BIN)/python -m netweight_experiments.benchmarks language.refusal $(MODEL) $(WORK)/refusal \
 		--output benchmarks/results/language/refusal.json
+	$(BIN)/python -m netweight_experiments.benchmarks language.generation $(MODEL) --threads 1 --tokens 24 \
+		--output benchmarks/results/language/generation.json
 	$(BIN)/python -m netweight_experiments.benchmarks immunize.real_size $(MODEL) --threads 1 \
 		--output benchmarks/results/immunize/real-size.json
 	$(BIN)/python -m netweight_experiments.benchmarks language.guarded_domain $(MODEL) $(WORK)/guarded \
