@@ -47,7 +47,7 @@ def _by_transformers(model: Any, prompts: Sequence[Sequence[int]], new_tokens: i
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad)  # type: ignore[no-untyped-call]
+    config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, pad_token_id=pad)
     own, model.generation_config = model.generation_config, config
     try:
         with torch.no_grad():
