@@ -406,7 +406,8 @@ def _report(plan: Plan, ended: list[tuple[Plan, list[StepResult]]], command: str
 def _pending(plan: Plan, ended: int) -> list[Section]:
     """The sections of the steps after the first ones, which ended: each was asked for and could not be measured."""
     sections = []
-    for step in (*plan.steps, *plan.attacks)[ended:]:
+    steps: tuple[Step | AttackStep, ...] = (*plan.steps, *plan.attacks)
+    for step in steps[ended:]:
         name = f"{plan.recipe.name}, step {step.number}" if plan.recipe.name else f"step {step.number}"
         finding = Finding(
             f"{name}, {step.verb}", None, target=True, detail={"reason": "the run ended before this step"}
