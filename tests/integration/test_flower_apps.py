@@ -286,6 +286,7 @@ def test_an_exception_in_a_client_is_named(tmp_path):
         serve(grid, method, tmp_path)
     history = json.loads((tmp_path / HISTORY).read_text())["rounds"]
     assert all("the disk is gone" in done["refusals"]["1"] for done in history)
+    assert all(done["errors"] == [1] for done in history)
 
 
 def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
@@ -295,6 +296,7 @@ def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
     assert sorted(rounds[0].after) == [2]
     assert all("does not take part in round 1" in rounds[0].refusals[client] for client in (0, 1))
     assert "local steps are fewer than 4" in caplog.text
+    assert rounds[0].errors == ()  # to abstain is no failure
 
 
 @pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])
@@ -577,7 +579,7 @@ def test_a_state_is_answered_a_few_times_only(folder, tmp_path, caplog):
         serve(grid, method, tmp_path / str(attempt), rounds=1)
     with pytest.raises(FederationStopped):
         serve(grid, method, tmp_path / "again", rounds=1)
-    assert "it has answered the same state 2 times already" in caplog.text
+    assert "has answered the same state 2 times already" in caplog.text
 
 
 def test_what_is_spent_is_counted_on_the_clients_disk_and_never_passes_the_budget(tmp_path, caplog):
