@@ -208,8 +208,8 @@ def training() -> None:
     result = read("compress/training-real.json")
     plain = result["plain"]
     cog.outl(
-        f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activations calculated again, one thread "
-        f"({result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}). AdamW "
+        f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activation checkpointing in all rows, one "
+        f"thread ({result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}). AdamW "
         f"with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB and takes "
         f"{plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
     )
@@ -227,8 +227,8 @@ def loading() -> None:
     dense, packed = (result["medians"][name] for name in ("dense", "compressed"))
     cog.outl(
         f"The table is for Qwen2.5-Coder-0.5B with one thread ({result['environment']['cpu']}, {result['date'][:10]}, "
-        f"load average {result['load_average'][0]:.1f}). For the first token, all weights are read but those of the "
-        "embedding, of which only the rows of the tokens are read; compressed weights are also checked.\n"
+        f"load average {result['load_average'][0]:.1f}). The first token needs all weights, except that "
+        "only the rows of the prompt's tokens are read from the embedding. Compressed weights are also checked.\n"
     )
     cog.outl("| | dense folder | compressed folder |\n|---|---:|---:|")
     cog.outl(f"| size | {result['dense bytes'] / 1e6:,.0f} MB | {result['compressed bytes'] / 1e6:,.0f} MB |")
