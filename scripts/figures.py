@@ -210,8 +210,8 @@ def training() -> None:
     cog.outl(
         f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activation checkpointing in all rows, one "
         f"thread ({result['environment']['cpu']}, {result['date'][:10]}, load average "
-        f"{result['load_average'][0]:.1f}). AdamW with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB "
-        f"and takes {plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
+        f"{result['load_average'][0]:.1f}). AdamW with checkpoints alone has a peak of "
+        f"{plain['peak bytes'] / 1e9:.2f} GB and takes {plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
     )
     cog.outl("\n| | peak memory | speed |\n|---|---:|---:|")
     for name, shown in TRAINING.items():
