@@ -207,11 +207,11 @@ def training() -> None:
         return
     result = read("compress/training-real.json")
     plain = result["plain"]
+    where = f"{result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}"
     cog.outl(
         f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activation checkpointing in all rows, one "
-        f"thread ({result['environment']['cpu']}, {result['date'][:10]}, load average "
-        f"{result['load_average'][0]:.1f}). AdamW with checkpoints alone has a peak of "
-        f"{plain['peak bytes'] / 1e9:.2f} GB and takes {plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
+        f"thread ({where}). AdamW with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB and takes "
+        f"{plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
     )
     cog.outl("\n| | peak memory | speed |\n|---|---:|---:|")
     for name, shown in TRAINING.items():
