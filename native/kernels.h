@@ -77,7 +77,7 @@ using DecodeWide = size_t (*)(const WideBlock&, WideLanes&, size_t block, size_t
 // How a vector encoder finds the index of a symbol in a table of 64.
 enum class SymbolLookup {
   range,  // symbol - base + 1: the table's symbols lie close together, as those of weights do
-  map,    // map[symbol]
+  map,    // map[symbol], and map[255] for all symbols above: the table's are bytes, also those of nine bits whose top bit is never set
   pairs,  // 2 * map[symbol >> 1] + (symbol & 1), for symbols of nine bits
   none,   // too many symbols for any of these: the portable encoder serves
 };
@@ -99,7 +99,7 @@ struct alignas(64) EncodeTable {
   EncodeTable(const Table& table, const Split& split);
   // The index of a symbol that is looked up by map or pairs.
   NETWEIGHT_INLINE u8 index(u32 symbol) const {
-    return lookup == SymbolLookup::map ? map[symbol] : static_cast<u8>(2 * map[symbol >> 1] + (symbol & 1));
+    return lookup == SymbolLookup::map ? map[symbol < 255 ? symbol : 255] : static_cast<u8>(2 * map[symbol >> 1] + (symbol & 1));
   }
 };
 

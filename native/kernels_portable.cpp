@@ -26,7 +26,7 @@ EncodeTable::EncodeTable(const Table& t, const Split& split) {
   base = *least;
   lookup = t.steep ? SymbolLookup::none  // vector code multiplies signed bytes
            : *greatest - base < 62    ? SymbolLookup::range
-           : split.symbol_bits() <= 8 ? SymbolLookup::map
+           : split.symbol_bits() <= 8 || (split.symbol_bits() == 9 && *greatest < 255) ? SymbolLookup::map  // without signs
            : split.symbol_bits() == 9 ? SymbolLookup::pairs
                                       : SymbolLookup::none;
   if (lookup == SymbolLookup::pairs) std::memset(map, 31, sizeof map);

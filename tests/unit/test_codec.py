@@ -398,3 +398,18 @@ def test_headers_read_alike_natively_and_in_python():
         codec.decode_raw(with_check(blob[:8] + bytes(16) + blob[24:]), check=True, path="python")
     assert isinstance(caught.value, NetweightError)
     assert "digest" in caught.value.reason
+
+
+@pytest.mark.parametrize("rare", [0, 40])
+def test_second_moments_whose_exponents_differ_much_have_the_same_bytes_on_every_path(rare):
+    generator = torch.Generator().manual_seed(rare)
+    drawn = torch.randn(1 << 16, generator=generator).exp().pow(9) * 1e-20  # more than 62 exponents, no signs
+    moments = drawn.bfloat16()
+    places = torch.randperm(len(moments), generator=generator)[:rare]
+    moments[places] = (
+        torch.tensor([-1e-20, -3.0, float("inf"), float("-inf"), float("nan")]).repeat(8)[:rare].bfloat16()
+    )
+    for level in codec.LEVELS:
+        blobs = {codec.encode(moments, level=level, path=path) for path in (*codec.available_paths(), "python")}
+        (blob,) = blobs
+        assert torch.equal(codec.decode(blob).view(torch.int16), moments.view(torch.int16))
