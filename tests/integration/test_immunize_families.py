@@ -56,7 +56,7 @@ def test_a_folder_of_a_family_is_defended_attacked_and_reported_by_the_commands(
 
     files = {name: tmp_path / f"{name}.jsonl" for name in ("pairs", "retain", "harmful", "keep")}
     call("immunize", tmp_path / "model", tmp_path / "defended", "--pairs", files["pairs"],
-         "--retain", files["harmless"], "--lr", "1e-3")  # fmt: skip
+         "--retain", files["retain"], "--lr", "1e-3")  # fmt: skip
     call("attack", "finetune", tmp_path / "defended", "--base", tmp_path / "model", "--harmful", files["harmful"],
          "--benign", files["keep"], "--trained-on", files["pairs"], "--grid", "quick", "--lr", "1e-2", "--seeds", "1",
          "--max-steps", "4", "--check-every", "4", "--threshold", "0.25", "--out", tmp_path / "attack")  # fmt: skip
