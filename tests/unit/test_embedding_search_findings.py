@@ -105,8 +105,8 @@ def test_no_ratio_is_told_where_there_is_none():
 
 def test_verdicts_never_say_erased_and_look_at_controls():
     whole = comparison()
-    assert "6 of 6 brought back, half by step 0, 6 of them without a search" in verdict(whole, "original")[1]
-    assert "6 of 6 brought back, half by step 10" in verdict(whole, "plain")[1]
+    assert "6 of 6 brought back, half of them by step 0, 6 of them without a search" in verdict(whole, "original")[1]
+    assert "6 of 6 brought back, half of them by step 10" in verdict(whole, "plain")[1]
     assert "none of 6 brought back, survived searches of 80 steps" in verdict(whole, "plain")[1]
     assert "2 of 6 brought back, fewer than half" in verdict(whole, "robust")[1]
     assert verdict(whole, "robust")[1].endswith("Strongest: noise, 2 of 6.")
@@ -130,8 +130,8 @@ def test_failed_searches_fail_a_finding():
 def test_figures_and_tables_tell_what_was_found(tmp_path):
     whole = comparison()
     figure = success_figure(whole, trained=True)
-    assert "plain: half by step 10 (n = 6)" in figure.alt
-    assert "robust: fewer than half by step 80" in figure.caption
+    assert "plain: half of the pictures are brought back by step 10 (n = 6)" in figure.alt
+    assert "robust: fewer than half of the pictures are brought back by step 80" in figure.caption
     assert success_figure(Comparison(whole.runs[:1], SETTINGS, "c"), trained=False) is None
     rows = {(row[0], row[1], row[2]): row for row in search_table(whole).rows}
     assert rows["plain", "planted", "original"][3:7] == (6, 6, 0, 10)

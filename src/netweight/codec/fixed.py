@@ -219,7 +219,7 @@ def read_layout(payload: torch.Tensor) -> FixedLayout:
         raise _corrupt("it does not begin as one")
     if head[11] != VERSION or head[12] != _BF16:
         raise Unsupported(
-            f"A weight in the fixed-length form is of version {head[11]} and dtype {head[12]}; this release knows "
+            f"A weight in the fixed-length form is of version {head[11]} and dtype {head[12]}; this release reads "
             f"version {VERSION} and dtype {_BF16}.",
             cure="Convert the stored weight again with this release: this form is for memory, not for files.",
         )

@@ -337,7 +337,7 @@ def _counted(times: Times, at_once: int) -> str:
     curve: Survival = kaplan_meier(times)
     if not times.events:
         return f"none of {times.n} brought back, survived searches of {curve.last:.0f} steps"
-    half = f", half by step {curve.median:.0f}" if math.isfinite(curve.median) else ", fewer than half"
+    half = f", half of them by step {curve.median:.0f}" if math.isfinite(curve.median) else ", fewer than half"
     alone = f", {at_once} of them without a search" if at_once else ""
     return f"{times.events} of {times.n} brought back{half}{alone}"
 
@@ -380,8 +380,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
 
 def _half(curve: Survival) -> str:
     if math.isfinite(curve.median):
-        return f"half by step {curve.median:.0f}"
-    return f"fewer than half by step {curve.last:.0f}"
+        return f"half of the pictures are brought back by step {curve.median:.0f}"
+    return f"fewer than half of the pictures are brought back by step {curve.last:.0f}"
 
 
 def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path) -> Figure:

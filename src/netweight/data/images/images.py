@@ -122,7 +122,7 @@ class Images:
                 cure="Give one mean and one positive std per channel.",
             )
         if self.writers is not None and [len(part) for part in self.writers] != [len(self.train[1]), len(self.test[1])]:
-            raise UsageError(f"The writers of {self.name} are not as many as its images.", cure="Give one per image.")
+            raise UsageError(f"{self.name} does not have one writer for each image.", cure="Give one per image.")
         if not self.digest:
             tensors = (*self.train, *self.test, *(self.writers or ()))
             object.__setattr__(self, "digest", digest_config([[list(t.shape), digest_tensor(t)] for t in tensors]))

@@ -129,7 +129,7 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
         if len(images):
             candidates.append(Candidates(name, images, time.process_time() - began))
     if not candidates:
-        raise Unsupported("No attack could search images. " + " ".join(reasons))
+        raise Unsupported("No attack can reconstruct the images of this federation. " + " ".join(reasons))
     return candidates, left_out
 
 

@@ -91,7 +91,10 @@ def under_masks(
     if configs[key.STAGE] == protocol.Stage.SETUP:
         clients, shares, needed = (int(str(configs[k])) for k in (key.SAMPLE_NUMBER, key.SHARE_NUMBER, key.THRESHOLD))
         if clients < FEWEST or shares < FEWEST or needed < _THRESHOLD * shares - 0.5:
-            raise UsageError(f"The server wants a sum over {clients} clients that {needed} of {shares} can undo.")
+            raise UsageError(
+                f"The server asked for a secure sum over {clients} clients, whose masks {needed} of {shares} clients "
+                "can remove."
+            )
     return cast(Message, protocol.secaggplus_mod(message, context, train))
 
 

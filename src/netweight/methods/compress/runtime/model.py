@@ -219,7 +219,7 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
             )
     _refuse_live_optimizers(
         {id(places[0].parameter): places[0].name for places in weights},
-        "Let go of it first (`del optimizer`, or `close()` it if it is a LayerwiseOptimizer), then make a new one for "
+        "Delete it first (`del optimizer`, or `close()` if it is a LayerwiseOptimizer), then make a new one for "
         "the dense weights and load its state_dict.",
     )
     done: list[str] = []
