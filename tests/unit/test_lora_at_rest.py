@@ -68,6 +68,21 @@ def test_an_alpha_in_the_header_alone_scales_every_module(tmp_path):
     assert read_adapter(file).factors["transformer.transformer_blocks.0.attn.to_out.0"].scale == 0.25
 
 
+@pytest.mark.parametrize("rank", [None, 4, 64])
+@pytest.mark.parametrize("layout", ["kohya", "diffusers", "peft", "comfyui"])
+def test_factors_in_bf16_that_no_rank_reduces_are_kept(tmp_path, layout, rank):
+    block = "down_blocks_0_attentions_0_transformer_blocks_0"
+    names = [f"lora_unet_{block}_attn1_to_{projection}" for projection in "qv"]
+    one = lora(tmp_path / "one.safetensors", names, down="lora_down", up="lora_up", alpha=3)
+    save_file({name: each.bfloat16() for name, each in load_file(one).items()}, one)
+    target = tmp_path / ("new" if layout == "peft" else "new.safetensors")
+    made = convert_file(one, target, ConvertSettings(layout=layout, rank=rank), overwrite=False)
+    assert made.relative_error == 0
+    for module in read_adapter(one).factors:
+        assert torch.equal(read_adapter(target).factors[module].down, read_adapter(one).factors[module].down)
+        torch.testing.assert_close(change(target, module), change(one, module), rtol=1e-14, atol=0)
+
+
 def test_tensors_and_header_that_contradict_each_other_are_refused(tmp_path):
     settings = {"transformer.r": 4, "transformer.lora_alpha": 4, "transformer.target_modules": ["x"]}
     notes = {"lora_adapter_metadata": json.dumps(settings)}

@@ -182,12 +182,25 @@ class Adapter:
         return truncate(self.factors.items(), rank)
 
 
-def truncate(changes: Iterable[tuple[str, LowRank]], rank: int | None, energy: float = 1.0) -> Truncation:
-    """Make an adapter of at most a rank, or each change's own, of changes by module; each is let go when it is done."""
+def truncate(
+    changes: Iterable[tuple[str, LowRank]], rank: int | None, energy: float = 1.0, *, keep: bool = False
+) -> Truncation:
+    """Make an adapter of at most a rank, or each change's own, of changes by module; each is freed when it is done.
+
+    Args:
+        changes: The changes, by module.
+        rank: The highest rank; None for each one's own.
+        energy: The share of each change's square that is enough.
+        keep: Keep the factors of changes that are not reduced, bit for bit. Otherwise all get canonical factors, which
+            are rounded to their data type.
+    """
     factors: dict[str, LowRank] = {}
     lost = whole = 0.0
     for name, change in changes:
-        factors[name], error = change.truncated(change.rank if rank is None else rank, energy)
+        if keep and energy == 1 and (rank is None or rank >= change.rank):
+            factors[name], error = change, 0.0
+        else:
+            factors[name], error = change.truncated(change.rank if rank is None else rank, energy)
         lost, whole = lost + error, whole + max(change.inner(change), 0.0)
     return Truncation(Adapter(factors), (lost / whole) ** 0.5 if whole else 0.0)
 

@@ -241,7 +241,8 @@ def export_adapter(
     """Write an adapter at most at a rank, its own by default.
 
     Args:
-        adapter: The adapter; or its changes one by one, which are let go when their factors of the rank are made.
+        adapter: The adapter, whose factors are kept bit for bit where the rank does not reduce them; or its changes one
+            by one, each of which is freed when its factors of the rank exist.
         path: As for `write_adapter`.
         rank: The highest rank of a module; None for each one's own.
         energy: The share of each module's square that is enough.
@@ -250,8 +251,10 @@ def export_adapter(
     Returns:
         What was written, with the error of the rank.
     """
-    vectors = adapter.vectors if isinstance(adapter, Adapter) else {}
-    truncation = truncate(_finite(adapter.factors.items() if isinstance(adapter, Adapter) else adapter), rank, energy)
+    whole = adapter if isinstance(adapter, Adapter) else None
+    changes = adapter if whole is None else whole.factors.items()  # type: ignore[union-attr]
+    vectors = {} if whole is None else whole.vectors
+    truncation = truncate(_finite(changes), rank, energy, keep=whole is not None)
     return write_exported(Adapter(truncation.adapter.factors, vectors), path, error=truncation.relative_error, **how)
 
 
