@@ -52,7 +52,7 @@ class LayerwiseConflict(UsageError):
 
 
 class BadGradient(NetweightError):
-    """A gradient holds NaN or infinity; the message names the parameter and what was updated before."""
+    """A gradient contains NaN or infinity; the message names the parameter and what was updated before."""
 
 
 class OutputExists(UsageError):

@@ -117,7 +117,7 @@ def test_samples_and_facts_are_told(view):
     assert view.facts["sliders begin at"] == "model 2"
     assert "held-out R²" in view.traversals[0].note
     assert "of the variance" in view.traversals[1].note
-    assert "A PairSampler drew them" in render_view(view)
+    assert "The samples were drawn by a PairSampler" in render_view(view)
 
 
 def test_what_cannot_be_shown_is_refused_before_painting(model, space, age):

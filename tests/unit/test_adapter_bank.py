@@ -256,7 +256,7 @@ def spoil(source, kind):
     return {
         "other shape": (UsageError, f"changes {TO_Q} in shape (6, 7), the others in (6, 5)"),
         "other modules": (UsageError, "does not change any module that the others change, but unet.conv_in"),
-        "NaN": (UsageError, f"bad.safetensors: {TO_Q} holds NaN"),
+        "NaN": (UsageError, f"bad.safetensors: {TO_Q} contains NaN"),
         "kernels": (UsageError, "other convolutions"),
     }[kind]
 

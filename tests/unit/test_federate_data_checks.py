@@ -122,7 +122,7 @@ def test_networks_without_weights_of_their_own_are_refused_with_a_cure() -> None
         warnings.simplefilter("ignore", DeprecationWarning)
         scripted = torch.jit.script(nn.Linear(6, 5))
     for body_, words in (
-        (spoiled, "'weight' holds NaN or infinity"),
+        (spoiled, "'weight' contains NaN or infinity"),
         (complex_, r"'weight' is complex .*torch\.complex"),
         (scripted, r"compiled by torch\.jit"),
     ):

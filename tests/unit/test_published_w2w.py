@@ -143,7 +143,7 @@ def test_rows_with_nan_are_named_and_left_out_if_asked(tmp_path):
     path, matrix = published(tmp_path)
     matrix[[3, 30], 2] = torch.tensor([float("nan"), float("inf")])
     torch.save(matrix, path)
-    with pytest.raises(UsageError, match=r"row 3 \(model-000003\) holds NaN"):
+    with pytest.raises(UsageError, match=r"row 3 \(model-000003\) contains NaN"):
         AdapterBank.ingest(path, tmp_path / "bank")
     bank = AdapterBank.ingest(path, tmp_path / "bank", skip_bad=True)
     assert len(bank) == 48

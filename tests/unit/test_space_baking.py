@@ -88,7 +88,7 @@ def test_weights_are_finite(tmp_path, weight):
 def test_factors_that_are_not_numbers_are_refused(tmp_path):
     llama().save_pretrained(tmp_path / "base")
     lora(tmp_path / "lora", float("nan"))
-    with pytest.raises(UsageError, match=r"q_proj holds NaN or infinity"):
+    with pytest.raises(UsageError, match=r"q_proj contains NaN or infinity"):
         bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
 
 

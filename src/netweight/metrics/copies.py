@@ -190,7 +190,9 @@ def described(descriptor: Descriptor, images: Tensor) -> Tensor:
             f"Images of shape {tuple(images.shape)} cannot be described.", cure="Give a batch (n, 3, height, width)."
         )
     if not images.isfinite().all():
-        raise UsageError("An image holds NaN or infinity, so it cannot be described.", cure="Leave it out, and say so.")
+        raise UsageError(
+            "An image contains NaN or infinity, so it cannot be described.", cure="Leave the image out, and report it."
+        )
     vectors = torch.cat([descriptor(part).double() for part in torch.split(images.detach(), _AT_ONCE)])
     scaled: Tensor = vectors / vectors.norm(dim=1, keepdim=True).clamp_min(1e-12)
     return scaled

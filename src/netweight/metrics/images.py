@@ -160,7 +160,7 @@ def checked_pair(images: Tensor, references: Tensor) -> tuple[Tensor, Tensor]:
         )
     for batch in (images, references):
         if not batch.isfinite().all():
-            raise UsageError("An image holds NaN or infinity, so it cannot be compared.")
+            raise UsageError("An image contains NaN or infinity, so it cannot be compared.")
     return images.detach().double().clamp(0, 1), references.detach().to(images.device).double().clamp(0, 1)
 
 
@@ -254,7 +254,7 @@ def _network(weights: Mapping[str, Tensor], where: str) -> Features:
     needed = {f"features.{conv[0]}.{kind}" for _, convs in stages for conv in convs for kind in ("weight", "bias")}
     if not stages or not needed <= weights.keys():
         raise UsageError(
-            f"{where} holds the convolutions of neither AlexNet nor VGG-16.",
+            f"{where} contains neither the convolutions of AlexNet nor those of VGG-16.",
             cure="Give torchvision's weights, whose names begin with features.0.weight.",
         )
 

@@ -157,7 +157,9 @@ def paired_ratio(
     if len(top) != len(bottom):
         raise UsageError(f"paired_ratio got {len(top)} values and {len(bottom)} baselines.", cure="Measure in pairs.")
     if min(top.min(), bottom.min()) <= 0:
-        raise UsageError("paired_ratio needs values above 0.", cure="Times and speeds of finished runs are.")
+        raise UsageError(
+            "paired_ratio needs values above 0.", cure="Give the times or speeds of finished runs, which are above 0."
+        )
     return bootstrap(top / bottom, "median", seed=seed, resamples=resamples)
 
 

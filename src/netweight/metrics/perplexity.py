@@ -54,7 +54,8 @@ def cut_windows(ids: Sequence[int] | torch.Tensor, size: int) -> torch.Tensor:
     count = len(tokens) // size if size >= 2 else 0
     if count == 0:
         raise UsageError(
-            f"{len(tokens)} tokens cannot be cut into windows of {size}.", cure="Take shorter windows of 2 and more."
+            f"{len(tokens)} tokens cannot be cut into windows of {size}.",
+            cure="Choose shorter windows, of at least 2 tokens.",
         )
     return tokens[: count * size].view(count, size)
 

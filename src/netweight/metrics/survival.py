@@ -50,7 +50,7 @@ class Times:
             raise UsageError(f"{len(self.values)} times came with {len(self.observed)} marks or as many clusters.")
         for place, value in enumerate(self.values):
             if not (math.isfinite(value) and value >= 0):
-                raise UsageError(f"Time {place} is {value}.", cure="Times are finite and from 0 up.")
+                raise UsageError(f"Time {place} is {value}.", cure="Give finite times of 0 or more.")
 
     @property
     def n(self) -> int:

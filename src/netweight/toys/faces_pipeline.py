@@ -136,7 +136,7 @@ def embed(pictures: Tensor, *, folder: str | Path | None = None, world: DrawnWor
 def _checked(pictures: Tensor, world: DrawnWorld) -> Tensor:
     if pictures.ndim != 4 or pictures.shape[1:] != (3, world.side, world.side):
         raise UsageError(
-            f"Pictures of shape {tuple(pictures.shape)} are no {world.name}s of this world.",
+            f"Pictures of shape {tuple(pictures.shape)} are not images of {world.name}s of this world.",
             cure=f"Give (n, 3, {world.side}, {world.side}).",
         )
     return pictures.float()

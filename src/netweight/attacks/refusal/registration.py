@@ -24,7 +24,7 @@ SAFEGUARDS: Attack[Any] = Attack(
     lazy(f"{_SETTINGS}:SafeguardSettings"),
     attack=lazy(f"{_COMMANDS}:attack_safeguards"),
     title="Safeguards",
-    summary="Attack a language model's safeguards in all known ways, and report the cost of breaking them.",
+    summary="Run all attacks on a language model's safeguards, and report the cost of breaking them.",
     description="Searches for the fine-tuning attack that needs fewest steps, beside the base, random weights and a "
     "domain that was never learned where these are given, and removes refusal without training. OUT receives "
     "attacks.jsonl, from which a second call continues, and one report.",

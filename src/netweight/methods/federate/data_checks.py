@@ -1,7 +1,7 @@
 """Checks of a client's examples before anything is trained: values, shapes, targets, loss; an error names the client.
 
 Without them one client's odd file ends a federation in an error of torch that names neither the client nor the cure, or
-is left out of every round because its update holds NaN.
+is left out of every round because its update contains NaN.
 """
 
 from __future__ import annotations

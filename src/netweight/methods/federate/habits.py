@@ -73,7 +73,7 @@ def refuse_unfit_network(module: nn.Module) -> None:
                 cure="Keep real and imaginary part as two weights, and join them in forward with torch.complex.",
             )
         if not bool(value.isfinite().all()):
-            raise UsageError(f"The weight {name!r} holds NaN or infinity.", cure="Initialize it with numbers.")
+            raise UsageError(f"The weight {name!r} contains NaN or infinity.", cure="Initialize it with numbers.")
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         raise Unsupported(
             f"{type(module).__name__} is compiled by torch.jit: each client needs the same network with weights of its "

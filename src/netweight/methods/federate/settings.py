@@ -79,7 +79,7 @@ class Phase(Settings):
     def check(self) -> None:
         """Refuse steps of the head where nothing trains the body privately."""
         if self.head_lr is not None and (self.trains != "body" or self.privacy is None):
-            raise UsageError("head_lr goes with a phase that trains the body privately.")
+            raise UsageError("head_lr has an effect only in a phase that trains the body privately.")
 
 
 @final

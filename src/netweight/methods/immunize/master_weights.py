@@ -75,7 +75,7 @@ class MasterWeights:
             value.grad = None
 
     def not_finite(self, group: ProcessGroup) -> str | None:
-        """Return the name of a weight whose gradient holds NaN or infinity in any process, if there is one."""
+        """Return the name of a weight whose gradient contains NaN or infinity in any process, if there is one."""
         gradients = self.gradients
         bad = [name in gradients and not torch.isfinite(local(gradients[name])).all() for name in self.masters]
         counts = group.sum(torch.tensor(bad, dtype=torch.int64)).tolist()

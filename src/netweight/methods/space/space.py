@@ -533,7 +533,7 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     Raises:
         UsageError: A file is missing, or shapes contradict each other.
         UnsafeInput: A file holds objects that only its code could make.
-        CorruptBlob: A file is damaged, or holds NaN.
+        CorruptBlob: A file is damaged, or contains NaN.
     """
     scores_files = sorted(folder.glob(_SCORES))
     if len(scores_files) != 1:

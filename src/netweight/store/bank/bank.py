@@ -130,7 +130,7 @@ class AdapterBank:
 
         Raises:
             UsageError: Adapters share no module with most, or are of other shapes or bases; two have the same name or
-                content; one holds NaN or has rank 0; there is none. Files and cures are named.
+                content; one contains NaN or has rank 0; there is none. Files and cures are named.
             Unsupported: An adapter is not a LoRA.
             UnsafeInput: An adapter is a pickle.
             CorruptBlob: A file is damaged.

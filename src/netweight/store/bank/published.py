@@ -175,11 +175,11 @@ def _add(
         bad = [row for row, fine in zip(rows, good.tolist(), strict=True) if not fine]
         if not skip_bad:
             raise UsageError(
-                f"{path}: row {bad[0]} ({called[bad[0]]}) holds NaN or infinity.",
+                f"{path}: row {bad[0]} ({called[bad[0]]}) contains NaN or infinity.",
                 cure="Fetch the file again, or pass skip_bad (--skip-bad) to leave the row out.",
             )
         for row in bad:
-            writer.skip(called[row], f"Row {row} of {path} holds NaN or infinity.")
+            writer.skip(called[row], f"Row {row} of {path} contains NaN or infinity.")
         rows, block = [row for row in rows if row not in bad], block[good]
     if rows:
         shapes = {name: module.shape for name, module in layout.modules.items()}

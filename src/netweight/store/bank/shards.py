@@ -565,7 +565,7 @@ class BankWriter:
             number = int((~changed).nonzero()[0])
             raise UsageError(f"{names[number]!r} has rank 0.", cure="Train it with rank 1 or more.")
         if not finite and (bad := rows.not_finite()) is not None:
-            raise UsageError(f"{names[bad[0]]!r} holds NaN or infinity in {bad[1]}.", cure="Train it again.")
+            raise UsageError(f"{names[bad[0]]!r} contains NaN or infinity in {bad[1]}.", cure="Train it again.")
 
     def _absorbed(self) -> tuple[tuple[ShardRecord, ...], list[_Addition]]:
         """Last shards of no more adapters than are to be written are joined with these: few shards stay."""

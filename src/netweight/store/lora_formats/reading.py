@@ -99,7 +99,7 @@ def read_adapter(path: str | Path, *, modules: Iterable[str] | None = None, arch
         calls them, with the component in front; modules that the authors fused are split.
 
     Raises:
-        UsageError: There is no adapter, its rank is 0, it holds NaN or infinity, or may be of several architectures.
+        UsageError: There is no adapter, its rank is 0, it contains NaN or infinity, or may be of several architectures.
         NameNotFound: The model has no such module.
         Unsupported: It is not a LoRA of linear layers and convolutions (DoRA, LoHa, LoKr, biases and so on).
         UnsafeInput: It is a pickle.
@@ -614,4 +614,4 @@ def refuse_not_finite(file: Path, name: str, change: LowRank) -> None:
     if math.isfinite(float(change.down.sum() + change.up.sum())):
         return
     if not (change.down.isfinite().all() and change.up.isfinite().all()):
-        raise UsageError(f"{file}: {name} holds NaN or infinity.", cure="Train it again, or leave it out.")
+        raise UsageError(f"{file}: {name} contains NaN or infinity.", cure="Train it again, or leave it out.")

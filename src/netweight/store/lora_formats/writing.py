@@ -321,7 +321,7 @@ def _without_unsaid(adapter: Adapter, layout: Layout, naming: Naming | None) -> 
 def _finite(changes: Iterable[tuple[str, LowRank]]) -> Iterable[tuple[str, LowRank]]:
     for name, change in changes:
         if not (change.down.isfinite().all() and change.up.isfinite().all()):
-            raise UsageError(f"The change of {name} holds NaN or infinity.", cure="Check the point's scores.")
+            raise UsageError(f"The change of {name} contains NaN or infinity.", cure="Check the point's scores.")
         yield name, change
 
 

@@ -428,7 +428,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 else "Nothing was updated."
             )
             raise BadGradient(
-                f"The gradient of {waiting.trained.name} holds NaN or infinity. {done}",
+                f"The gradient of {waiting.trained.name} contains NaN or infinity. {done}",
                 cure="Lower the learning rate, or inspect the batch; with clip_norm (also infinity) all gradients are "
                 "examined before the first update.",
             )

@@ -234,7 +234,7 @@ def _samples_of(
 
     `drawn`: points, shape `(n, k)`. `images`: shape `(n, noises, height, width, 3)`.
     """
-    note = f"A {type(sampler).__name__} drew them."
+    note = f"The samples were drawn by a {type(sampler).__name__}."
     return Samples(images, _nearest(space, drawn, shown, neighbors), _coordinates(space, drawn), note)
 
 
