@@ -251,10 +251,10 @@ def export_adapter(
     Returns:
         What was written, with the error of the rank.
     """
-    whole = adapter if isinstance(adapter, Adapter) else None
-    changes = adapter if whole is None else whole.factors.items()  # type: ignore[union-attr]
-    vectors = {} if whole is None else whole.vectors
-    truncation = truncate(_finite(changes), rank, energy, keep=whole is not None)
+    if isinstance(adapter, Adapter):
+        vectors, truncation = adapter.vectors, truncate(_finite(adapter.factors.items()), rank, energy, keep=True)
+    else:
+        vectors, truncation = {}, truncate(_finite(adapter), rank, energy)
     return write_exported(Adapter(truncation.adapter.factors, vectors), path, error=truncation.relative_error, **how)
 
 
