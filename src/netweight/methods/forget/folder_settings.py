@@ -54,7 +54,7 @@ class FolderForgetting(_EditSettings):
     method: EditMethod = Field(
         "closed-form",
         description="Edit that is made. closed-form replaces the keys and values of the prompts, in seconds; siss "
-        "unlearns the pictures by training, and a search for embeddings undoes it less easily; neurons switches off "
+        "trains the model to treat the pictures like unknown ones, which takes minutes; neurons switches off "
         "the neurons that NeMo finds; distil and esd are published edits to compare with.",
     )
     targets: FilePath | None = Field(
