@@ -78,7 +78,7 @@ def test_trainings_and_federations_are_written_and_read_in_this_layout(tmp_path)
     assert {*about["steps"][1]} == {"step", "rate", "norm", "terms"}
 
     weight, moment = torch.randn(3, 4), torch.randn(3, 4)
-    by_hand(tmp_path / "other", {"rounds": [], "attempted": {}}, {"state|w": weight, "private|3|w": moment})
+    by_hand(tmp_path / "other", {"rounds": [], "attempt_answers": {}}, {"state|w": weight, "private|3|w": moment})
     with Job.open(tmp_path, state="other") as job:
         federation = FederationCheckpoint.load(job)
         assert torch.equal(federation.state["w"], weight)
