@@ -217,7 +217,7 @@ output: recipe.yaml
         ("subject: a\nsubject: b", "given twice"),
         ("? [a]\n: b", "not valid YAML"),
         ("subject: !!python/object/apply:os.getcwd []", "not valid YAML"),
-        ("subject: subject\noutput: out\ntreatments: []", "treatments: Tuple should have at least 1 item"),
+        ("subject: subject\noutput: out\ntreatments: []", "treatments: must have at least 1 entry, not []"),
         ("subject: subject\noutput: out\ntreatments: repeat", "treatments: must be a list"),
         ("output: out\ntreatments: [repeat]", "subject: is missing"),
         (GOOD + "seed: x", "seed: must be an integer"),
