@@ -123,7 +123,9 @@ EVIDENCE = (
     "",
     "A **small model** has less than a million weights and was trained for this project. It shows that a method works, "
     "not how well it works on a large model. Our copy of Qwen2.5-Coder-0.5B-Instruct was converted from 4-bit weights, "
-    "so the sizes of the original after compression may differ.",
+    "so the sizes of the original after compression may differ. Its files contain 630 million numbers, although the "
+    "model has 0.49 billion weights, because the output layer, which equals the embedding in the original, is stored "
+    "separately.",
 )
 """What was tested on which models, as lines: one statement for all pages."""
 
@@ -182,12 +184,13 @@ def generation_in_short() -> None:
         dense = result["settings"]["batch 1, threads 1"]["dense ms a step"]
         slower = (
             f" AVX-512 and AVX2 are sets of vector instructions. The dense model itself needs {dense:.0f} milliseconds "
-            f"for a token with AVX-512 and {row['dense ms a step']:.0f} with AVX2 only, because torch's products of "
-            "bf16 matrices are slow with AVX-512 on this processor."
+            f"for a token with AVX-512 and {row['dense ms a step']:.0f} with AVX2 only (1 sequence, 1 thread), because "
+            "torch's products of bf16 matrices are slow with AVX-512 on this processor. So no compressed form is as "
+            "fast here as the dense model with AVX2."
         )
     cog.outl(
-        f"\nConditions: {result['environment']['cpu']}, {result['date'][:10]}; the speed is calculated from the "
-        f"processor time of all threads ([details](docs/compress.md#speed-of-generation)).{slower}"
+        f"\nConditions: {result['environment']['cpu']}, {result['date'][:10]}; these are not waiting times: the "
+        f"processor time of all threads is added ([details](docs/compress.md#speed-of-generation)).{slower}"
     )
 
 
