@@ -5,9 +5,10 @@
 The pipeline has the shape of Stable Diffusion 1.4 (a U-Net of 860 million weights in bf16, latents of 64 × 64, CLIP's
 large text encoder, the autoencoder) and random weights, so that what is measured is time and memory and nothing else:
 which pictures come back says nothing. Each command is a process of its own, given as little as it takes (one memorized
-pair, four ordinary prompts, two seeds, two or three scheduler steps), and begins with its `--plan`, whose seconds stand
-beside those that it took. Work lies in `--work`; commands that ended are not run again, and one that was killed
-continues. `--kill` ends a command once after so many seconds and starts it again, which shows that it goes on.
+pair, four ordinary prompts, two seeds, two or three scheduler steps, three stages of neurons), and begins with its
+`--plan`, whose seconds stand beside those that it took. Work lies in `--work`; commands that ended are not run again,
+and one that was killed continues. `--kill` ends a command once after so many seconds and starts it again, which shows
+that it goes on.
 
 The wall time of a command is that of a machine on which other work may run; processor seconds are its own.
 """
@@ -103,7 +104,6 @@ def make_space(work, netweight):
 
     unet = UNet2DConditionModel.from_pretrained(work / "pipeline" / "unet", torch_dtype=torch.bfloat16)
     unet.add_adapter(peft.LoraConfig(r=1, target_modules=["attn2.to_v", "attn2.to_k"], init_lora_weights=False))
-    folders = []
     for seed in range(4):
         torch.manual_seed(seed)
         with torch.no_grad():
@@ -113,11 +113,7 @@ def make_space(work, netweight):
         folder = work / "adapters" / f"person-{seed}"
         layers = peft.get_peft_model_state_dict(unet)
         StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
-        folders.append(str(folder))
-    for words in (
-        ["space", "ingest", *folders, "bank"],
-        ["space", "fit", "bank", "space"],
-    ):
+    for words in (["space", "ingest", "adapters", "bank"], ["space", "fit", "bank", "space"]):
         subprocess.run([netweight, *words], cwd=work, check=True)
 
 
@@ -135,7 +131,8 @@ def commands():
         "forget detect": "forget detect pipeline --prompts memorized.txt --ordinary ordinary.txt --out detection "
         "--seeds 2 --steps 2",
         "forget localize": "forget localize pipeline --prompts memorized.txt --statistics statistics.safetensors "
-        "--out neurons --threshold 1.0 --seeds 2 --steps 2",
+        "--out neurons --threshold 0.1 --seeds 2 --steps 2 --set localization.theta=1000 "
+        "--set localization.theta_least=998 --set localization.theta_step=1",
         "forget apply --method closed-form": f"forget apply pipeline closed-form {given} {small} --anchors anchors.txt "
         "--set closed_form.images=1 --set closed_form.generation_steps=2 --set closed_form.rounds=1",
         "forget undo": "forget undo closed-form restored",
