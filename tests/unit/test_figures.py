@@ -1,9 +1,11 @@
 import base64
+import io
 import re
 import xml.etree.ElementTree as ET
 
 import numpy
 import pytest
+from PIL import Image
 from report_under_test import all_figures
 
 from netweight.errors import UsageError
@@ -33,6 +35,24 @@ def test_svg_is_well_formed_says_what_it_shows_and_takes_the_pages_colors(drawn)
 
 def test_the_same_plot_gives_the_same_bytes(drawn):
     assert all_figures() == drawn
+
+
+@pytest.mark.parametrize("kind", ["uint8", "float", "gray"])
+def test_large_images_are_reduced_so_that_a_page_can_hold_them(kind):
+    noise = numpy.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=numpy.uint8)
+    image = {"uint8": noise, "float": noise / 255, "gray": noise[:, :, 0]}[kind]
+    grid = figures.image_grid([[image] * 6] * 4, rows=list("abcd"), columns=list("123456"), alt="noise")
+    assert len(grid.data) < 1_200_000
+    pictures = re.findall(r"data:image/png;base64,([A-Za-z0-9+/=\s]+)", grid.data)
+    sizes = {Image.open(io.BytesIO(base64.b64decode(each))).size for each in pictures}
+    assert len(pictures) == 24
+    assert sizes == {(91, 91)}
+    flat = numpy.full((512, 512, 3), 77, dtype=numpy.uint8)
+    (picture,) = re.findall(
+        r"data:image/png;base64,([A-Za-z0-9+/=\s]+)",
+        figures.image_grid([[flat]], rows=["a"], columns=["1"], alt="flat").data,
+    )
+    assert set(Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB").getcolors()[0][1]) == {77}
 
 
 def test_an_image_grid_holds_its_pixels_and_names_in_the_pages_color(drawn):

@@ -129,10 +129,11 @@ def image_grid(
     """Draw images in a labeled grid: inline SVG with PNGs in it, whose names have the page's colors."""
     # Images: arrays or tensors `(height, width)` or `(height, width, 1 | 3)`, uint8, or floating point within 0 and 1
     # (values outside are clipped); None leaves a cell empty. `pixels` is the height of a cell; small images are
-    # enlarged without smoothing.
+    # enlarged without smoothing, large ones are reduced, so that a page with many of them stays small.
     if len(images) != len(rows) or any(len(row) != len(columns) for row in images):
         raise UsageError(f"The image grid does not have {len(rows)} rows of {len(columns)} images.")
     inch = pixels / 96
+    side = _largest_side(sum(image is not None for row in images for image in row), pixels)
     heads = [textwrap.fill(name, max(8, int(inch * _LETTERS))) for name in columns]
     names = [textwrap.fill(name, _NAME) for name in rows]
     longest = max((len(line) for name in names for line in name.splitlines()), default=0)
@@ -141,7 +142,7 @@ def image_grid(
     with canvas(len(rows) * len(columns), width=size[0], height=size[1], across=len(columns)) as (drawing, cells):
         for place, cell in enumerate(cells):
             row, column = divmod(place, len(columns))
-            _image_cell(cell, images[row][column])
+            _image_cell(cell, images[row][column], side)
             if row == 0:
                 cell.set_title(heads[column], fontsize=9, loc="center")
             if column == 0:
@@ -242,8 +243,18 @@ def _finish(axes: Axes, xlabel: str, ylabel: str, *, log: bool, legend: bool, gr
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, fontsize=9.5)
 
 
-def _image_cell(cell: Axes, image: Any) -> None:
+_GRID_BYTES = 600_000  # of a grid's pixels at most: noise cannot be compressed, and a page has several grids
+_LEAST_SIDE = 64
+
+
+def _largest_side(images: int, pixels: int) -> int:
+    """Return the most pixels on a side of an image in a grid: sharp in its cell, and few enough in sum."""
+    return max(_LEAST_SIDE, min(3 * pixels, int(math.sqrt(_GRID_BYTES / (3 * max(1, images))))))
+
+
+def _image_cell(cell: Axes, image: Any, side: int) -> None:
     import numpy as np
+    from PIL import Image
 
     cell.set_xticks([])
     cell.set_yticks([])
@@ -257,7 +268,13 @@ def _image_cell(cell: Axes, image: Any) -> None:
     if pixels.ndim != 2 and (pixels.ndim != 3 or pixels.shape[2] != 3):
         raise UsageError(f"An image has shape {pixels.shape};", cure="give (height, width) or (height, width, 3).")
     top = 255 if pixels.dtype == np.uint8 else 1
-    cell.imshow(np.clip(pixels, 0, top), cmap="gray", vmin=0, vmax=top, interpolation="none")
+    pixels = np.clip(pixels, 0, top)
+    if max(pixels.shape[:2]) > side:
+        bytes_of = pixels if top == 255 else np.rint(np.nan_to_num(pixels) * 255).astype(np.uint8)
+        small = Image.fromarray(bytes_of)
+        small.thumbnail((side, side), Image.Resampling.BOX)
+        pixels, top = np.asarray(small), 255
+    cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="none")
 
 
 def heat_maps(
