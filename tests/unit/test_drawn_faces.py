@@ -84,7 +84,7 @@ def test_photographs_show_the_grounds_in_turn_and_differ():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(UsageError, match=r"Faces \(2, 7\)"):
         drawn(torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4))
-    with pytest.raises(UsageError, match="no faces of this world"):
+    with pytest.raises(UsageError, match="not images of faces of this world"):
         read_faces(torch.zeros(1, 3, 8, 8))
     with pytest.raises(UsageError, match="contains no reader"):
         read_faces(torch.zeros(1, 3, 32, 32), folder=READER_FOLDER.parent)

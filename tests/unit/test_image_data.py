@@ -371,7 +371,7 @@ PIXELS, LABELS = torch.zeros(2, 1, 3, 3, dtype=torch.uint8), torch.tensor([0, 1]
         ({"train": (PIXELS, LABELS + 1)}, "from 1 to 2 and there are 2 classes"),
         ({"mean": (0.0, 0.0)}, "1 channels"),
         ({"std": (0.0,)}, "positive"),
-        ({"writers": (LABELS, LABELS[:1])}, "not as many"),
+        ({"writers": (LABELS, LABELS[:1])}, "one writer for each image"),
     ],
 )
 def test_parts_that_do_not_fit_are_refused(changes, message):

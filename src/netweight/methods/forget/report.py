@@ -363,7 +363,7 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
     )
     compared, few = len(subject.controls_after.own), []
     if compared < _FEW_CONTROLS:
-        few.append(f"Only {compared} pictures are compared with: an area under the curve of so few is coarse.")
+        few.append(f"The comparison has only {compared} other pictures: an area under the curve of so few is coarse.")
     if not subject.own_controls:
         few.append("Rotated copies stand for pictures that were never trained on. Real ones are better: --controls.")
     return Section(
