@@ -104,7 +104,11 @@ CHANGES = {
     ),
     "a shard that is not there": (
         {"files": {"model.safetensors.index.json": b'{"weight_map": {"a": "model-1-of-2.safetensors"}}'}},
-        "lacks 1 of the 1 files that model.safetensors.index.json names, such as model-1-of-2.safetensors",
+        "is incomplete: it lacks model-1-of-2.safetensors",
+    ),
+    "one of two shards, without an index": (
+        {"files": {"model-00001-of-00002.safetensors": bytes([2, 0, 0, 0, 0, 0, 0, 0]) + b"{}"}},
+        "is incomplete: it lacks model-00002-of-00002.safetensors",
     ),
     "a pointer in place of weights": (
         {"files": {"model.safetensors": b"version https://git-lfs"}}, "is a Git LFS pointer",

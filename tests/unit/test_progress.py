@@ -41,25 +41,37 @@ def test_elsewhere_lines_are_rare_and_plain():
     assert "attacking: 1,500 of 2,000 updates, about 00:00 left" in stream.getvalue()
 
 
+def lines_of(stream, count):
+    """Wait until a stream has so many lines, or longer than it can take; return them."""
+    for _ in range(600):
+        lines = stream.getvalue().splitlines()
+        if len(lines) >= count:
+            break
+        time.sleep(0.05)
+    assert len(lines) >= count
+    return lines
+
+
 def test_long_units_are_reported_while_they_run():
-    lines = []
     stream = io.StringIO()
     progress = Progress("plain", stream=stream, every=0.2)
     with progress.task("chapters", 2, unit="chapters"), progress.task("localize", 3, unit="prompts") as task:
-        while len(lines) < 2:
-            time.sleep(0.05)
-            lines = stream.getvalue().splitlines()
+        lines = lines_of(stream, 2)
+        assert lines[0].startswith("localize: 0 of 3 prompts, 00:0")
+        assert lines[0].endswith(" so far")
         task.describe("localize (40 predictions)")
-        count = len(lines)
-        while len(lines) < count + 2:
-            time.sleep(0.05)
-            lines = stream.getvalue().splitlines()
-    assert lines[0].startswith("localize: 0 of 3 prompts in 00:0")
-    assert lines[-1].startswith("localize (40 predictions): 0 of 3 prompts in ")
+        lines = lines_of(stream, len(lines) + 2)
+    assert lines[-1].startswith("localize (40 predictions): 0 of 3 prompts, ")
     assert not any("chapters" in line for line in lines)
-    closed = len(stream.getvalue())
-    time.sleep(0.5)
-    assert len(stream.getvalue()) == closed
+
+
+def test_a_task_that_ended_is_not_reported():
+    ended, open_ = io.StringIO(), io.StringIO()
+    with Progress("plain", stream=ended, every=0.2).task("ended", 3, unit="prompts"):
+        pass
+    with Progress("plain", stream=open_, every=0.2).task("open", 3, unit="prompts"):
+        lines_of(open_, 2)
+    assert ended.getvalue() == ""
 
 
 def test_quiet_is_silent_and_counts(capsys):

@@ -54,7 +54,7 @@ class Event:
         done = _amount(self.done, self.unit) if self.unit == "B" else f"{self.done:,}"
         line = f"{self.description}: {done} of {_amount(self.total, self.unit)}"
         if not self.done:
-            return f"{line} in {tqdm.format_interval(self.seconds)}"
+            return f"{line}, {tqdm.format_interval(self.seconds)} so far"
         left = self.seconds_left
         return f"{line}, about {tqdm.format_interval(left)} left" if left else line
 

@@ -11,6 +11,7 @@ from netweight.autoload import HINT, METHOD
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
 from netweight.store.safetensors import read_header
+from netweight.store.shards import refuse_missing_shards
 
 # Any of these makes a tokenizer of transformers; tokenizer_config.json alone holds no vocabulary.
 _TOKENIZERS = (
@@ -93,23 +94,20 @@ def check_weight_files(folder: Path) -> None:
         folder: A model's folder.
 
     Raises:
-        CorruptBlob: A file was cut short, or is a pointer of Git LFS.
-        UsageError: The index names a file that is not there.
+        CorruptBlob: A file was cut short or is a pointer of Git LFS, or a shard is missing.
+        UsageError: The index is not one.
     """
-    for file in sorted(folder.glob("*.safetensors")):
+    files = sorted(folder.glob("*.safetensors"))
+    for file in files:
         read_header(file)
+    indexed: set[str] = set()
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            indexed |= {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{index} is not an index of weights: {error}.", cure="Fetch it again.") from error
-        missing = [name for name in names if not (folder / str(name)).is_file()]
-        if missing:
-            raise UsageError(
-                f"{folder} lacks {len(missing)} of the {len(names)} files that {index.name} names, such as "
-                f"{missing[0]}.",
-                cure="Fetch the model again.",
-            )
+    present = {file.name for file in files} | {name for name in indexed if (folder / name).is_file()}
+    refuse_missing_shards(folder, present, indexed=sorted(indexed))
 
 
 def check_quantization(folder: Path, config: Mapping[str, Any]) -> None:

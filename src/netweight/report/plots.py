@@ -270,8 +270,8 @@ def _image_cell(cell: Axes, image: Any, side: int) -> None:
     top = 255 if pixels.dtype == np.uint8 else 1
     pixels = np.clip(pixels, 0, top)
     if max(pixels.shape[:2]) > side:
-        bytes_of = pixels if top == 255 else np.rint(np.nan_to_num(pixels) * 255).astype(np.uint8)
-        small = Image.fromarray(bytes_of)
+        levels = pixels if top == 255 else np.rint(np.nan_to_num(pixels) * 255).astype(np.uint8)
+        small = Image.fromarray(levels)
         small.thumbnail((side, side), Image.Resampling.BOX)
         pixels, top = np.asarray(small), 255
     cell.imshow(pixels, cmap="gray", vmin=0, vmax=top, interpolation="none")

@@ -214,8 +214,10 @@ def page(result):
             memory = f"{plan['memory'] / 1e9:.1f}" if plan.get("memory") else "–"
             planned_words = f"{plan['seconds'] / 60:.1f}; {memory}"
         killed = f", killed after {each['killed_after_s']:.0f} s and continued" if each["killed_after_s"] else ""
+        twice = ", in two calls, since the first could not write its report" if each.get("calls") == 2 else ""
         lines.append(
-            f"|`{name}`{killed}|{each['minutes']:.1f}|{each['processor_minutes']:.1f}|{each['peak_bytes'] / 1e9:.1f}|"
+            f"|`{name}`{killed}{twice}|{each['minutes']:.1f}|"
+            f"{each['processor_minutes']:.1f}|{each['peak_bytes'] / 1e9:.1f}|"
             f"{planned_words}|"
         )
     return "\n".join(lines)

@@ -27,30 +27,23 @@ class Krum(AggregatorSettings):
     liars: int = Field(1, ge=1, description="Number of malicious clients that are expected.")
 
     def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
-        """Return the update with the least sum of squared distances to its nearest neighbors.
-
-        Args:
-            state: The server's tensors by name.
-            updates: The round's updates, bounded.
-        """
-        return _nearest(state, updates, self.liars, 1)
-
-
-class MultiKrum(AggregatorSettings):
-    """Average the updates that are nearest to most others: all but as many as there may be malicious clients."""
-
-    compares_values = True
-
-    liars: int = Field(1, ge=1, description="Number of malicious clients that are expected.")
-
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the updates with the least sums of squared distances to their nearest neighbors.
 
         Args:
             state: The server's tensors by name.
             updates: The round's updates, bounded.
         """
-        return _nearest(state, updates, self.liars, max(1, len(updates) - self.liars))
+        return _nearest(state, updates, self.liars, self._count(len(updates)))
+
+    def _count(self, updates: int) -> int:
+        return 1
+
+
+class MultiKrum(Krum):
+    """Average the updates that are nearest to most others: all but as many as there may be malicious clients."""
+
+    def _count(self, updates: int) -> int:
+        return max(1, updates - self.liars)
 
 
 def _nearest(state: Tensors, updates: Sequence[Update], liars: int, count: int) -> list[Update]:
