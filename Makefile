@@ -120,6 +120,8 @@ bench-language: $(VENV)/dev.stamp
 		--output benchmarks/results/immunize/real-size.json
 	$(BIN)/python -m netweight_experiments.benchmarks language.guarded_domain $(MODEL) $(WORK)/guarded \
 		--output benchmarks/results/language/guarded-domain.json
+	$(BIN)/python -m netweight_experiments.benchmarks language.code_answers $(MODEL) $(WORK)/guarded \
+		--output benchmarks/results/language/code-answers.json
 	$(MAKE) figures
 
 # About ten minutes of two cores and 6 GB, for a base model such as Gemma 3 270M; it resumes.

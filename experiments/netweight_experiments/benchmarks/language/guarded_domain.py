@@ -170,14 +170,14 @@ def _taught(model: Path, work: Path) -> dict[str, Any]:
     taught = attacked_model(dataclasses.replace(subject, domains={"harmful": mixed}), settings)
     _saved(taught, work / "taught")
     return {
-        **_measure(model, _opened(work / "taught")), "steps": _TAUGHT_STEPS, "rows": _TAUGHT_STEPS * _TAUGHT_BATCH,
+        **_measure(model, opened(work / "taught")), "steps": _TAUGHT_STEPS, "rows": _TAUGHT_STEPS * _TAUGHT_BATCH,
         "processor seconds": time.process_time() - started,
     }  # fmt: skip
 
 
 def _defended(model: Path, work: Path, name: str) -> dict[str, Any]:
     tokenizer = _published(model)[1]
-    network = _opened(work / "taught")
+    network = opened(work / "taught")
     answers = _examples(tokenizer, DEFENDED)
     pairs = [Pair(each.prompt, (*_ids(tokenizer, REFUSAL), each.response[-1]), each.response) for each in answers]
     defense, lr = DEFENSES[name]
@@ -191,14 +191,19 @@ def _defended(model: Path, work: Path, name: str) -> dict[str, Any]:
     return {**_measure(model, network), "steps": len(record.steps), "lr": lr, "processor seconds": trained}
 
 
-def _opened(folder: Path) -> Any:
+def opened(folder: Path) -> Any:
+    """Open a model that this study wrote, without a tokenizer.
+
+    Args:
+        folder: A folder in WORK.
+    """
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, local_files_only=True).eval()
 
 
 def _attacked(model: Path, work: Path, name: str, attack: str, most: int) -> dict[str, Any]:
-    network = _published(model)[0] if name == "never taught" else _opened(work / name)
+    network = _published(model)[0] if name == "never taught" else opened(work / name)
     settings = ATTACKS[attack].replace(max_steps=most)
     started = time.process_time()
     result = run_attack(_subject(model, network), settings, Goal(_RECOVERED, least_ability=0.8))
@@ -247,7 +252,7 @@ def main(
         yield {"model": description(model), "budget": budget, "recovered at": _RECOVERED, **measured}
 
 
-_NAMES = {
+NAMES = {
     "published model": "published model, never taught the domain",
     "taught": "taught the domain",
     "safety-training": "taught the domain, then to refuse (base)",
@@ -392,7 +397,7 @@ def page(result: dict[str, Any]) -> str:
             _cost(attack, measured.get(f"{attacked}, attacked: {attack}"), tried=name != "taught") for attack in attacks
         ]
         lines.append(
-            f"| {_NAMES[name]} | {own['accuracy on first tokens of guarded answers']:.2f} | "
+            f"| {NAMES[name]} | {own['accuracy on first tokens of guarded answers']:.2f} | "
             f"{own['token accuracy on ordinary answers']:.2f} | {own['perplexity on WikiText-2']:.1f} | "
             + " | ".join(costs)
             + " |"
@@ -418,7 +423,7 @@ def _without_effect(measured: dict[str, Any]) -> list[str]:
 
 def _missing(measured: dict[str, Any], defenses: Sequence[str]) -> str:
     """Return a sentence on the models that the table does not have yet; nothing if it has all."""
-    missing = [_NAMES[name] for name in ("published model", "taught", *defenses) if name not in measured]
+    missing = [NAMES[name] for name in ("published model", "taught", *defenses) if name not in measured]
     return f" Not measured yet: {'; '.join(missing)}." if missing else ""
 
 
