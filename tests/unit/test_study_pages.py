@@ -59,12 +59,13 @@ def test_the_table_of_the_guarded_domain_shows_what_was_measured_so_far():
             "distillation": own,
         },
     })  # fmt: skip
-    assert "never taught the domain | 0.98 | 0.90 | 20.0 | 12, 96, 2.5e+12 | not measured yet |" in shown
-    row = "| taught the domain, then `repnoise` | 0.98 | 0.90 | 20.0 | resisted after 30 steps | 4, 96, collapsed |"
-    assert row in shown
-    assert "this is so after `repnoise` (0.98) and `distillation` (0.98)" in shown
-    assert "Not measured yet: taught the domain; taught the domain, then to refuse (base);" in shown
-    assert second in shown
+    assert "which never learned the domain | 0.98 | 0.90 | 20 |" in shown
+    assert "which never learned the domain | 12 steps, 96 rows | not measured yet |" in shown
+    assert "| taught, then `repnoise` | 0.98 | 0.90 | 20 |" in shown
+    assert "| taught, then `repnoise` | resisted after 30 steps | 4 steps, 96 rows, abilities lost |" in shown
+    assert "This is so after `repnoise` (0.98) and `distillation` (0.98)" in shown
+    assert "Not measured yet: taught the domain; undefended: taught, then `safety-training`;" in shown
+    assert "LoRA factors (24 rows in a step)" in shown
 
 
 def test_the_first_sentences_on_the_guarded_domain_compare_repnoise_with_its_base():
@@ -82,7 +83,7 @@ def test_the_first_sentences_on_the_guarded_domain_compare_repnoise_with_its_bas
     shown = guarded_domain.summary({"measured": measured})
     assert "in 10 steps (80 rows) with RepNoise and in 4 steps (32 rows) without it" in shown
     assert "2.5 times the steps" in shown
-    assert "An attack that trains low-rank factors was not tried on both models yet" in shown
+    assert "An attack that trains LoRA factors was not tried on both models yet" in shown
     measured[f"repnoise, attacked: {first}"] = recovered | {"steps": 6, "rows": 48}
     assert "so no delay is shown" in guarded_domain.summary({"measured": measured})
     measured[f"safety-training, attacked: {second}"] = recovered | {"steps": None, "outcome": "resisted"}
@@ -119,11 +120,12 @@ def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, 
     assert len(result["measured"]) == 2 + len(guarded_domain.DEFENSES) + len(attacked)
     assert len(attacked) == (1 + len(guarded_domain.DEFENSES)) * len(guarded_domain.ATTACKS)
     assert result["measured"]["repnoise"]["steps"] == 18
-    assert all(line.count("|") == 7 for line in guarded_domain.page(result).splitlines() if line.startswith("|"))
+    widths = [line.count("|") for line in guarded_domain.page(result).splitlines() if line.startswith("|")]
+    assert widths == [5] * (4 + len(guarded_domain.DEFENSES)) + [4] * (3 + len(guarded_domain.DEFENSES))
     assert not list(guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2))
     attack = next(iter(guarded_domain.ATTACKS))
     some = {"defenses": ("repnoise",), "attacks": (attack,)}
     assert not list(guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2, **some))
     shown = guarded_domain.page({**result, "options": {name: list(each) for name, each in some.items()}})
-    assert all(line.count("|") == 6 for line in shown.splitlines() if line.startswith("|"))
-    assert "A fixed attack (Adam, all weights) then fine-tunes each model" in shown
+    assert [line.count("|") for line in shown.splitlines() if line.startswith("|")][-1] == 3
+    assert "by an attack that fine-tunes all weights (8 rows in a step). The first tokens" in shown
