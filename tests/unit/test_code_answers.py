@@ -125,4 +125,4 @@ def test_the_table_says_what_a_defense_costs_beside_refusal_training():
     assert f"from {len(names)} to 20 programs" in shown
     assert "with `repnoise`, 4 of its programs fail and 2 others pass" in shown
     assert f"| {guarded_domain.NAMES['repnoise']} | 14 of {len(names)} | 28 to 61 % | a test fails (18) |" in shown
-    assert "Not measured yet: taught the domain, then `gradient-ascent`" in shown
+    assert "Not measured yet: taught, then `gradient-ascent`" in shown
