@@ -149,8 +149,9 @@ def generation() -> None:
         ]
         cog.outl(
             ("\n" if number else "") + f"**{instructions}** ({where['cpu']}, {result['date'][:10]}, load average "
-            f"{result['load_average'][0]:.1f}):\n\n| | dense, processor milliseconds for a step | codec's form, "
-            "speed | fixed-length form, speed | same tokens as the dense model |\n|---|---:|---:|---:|---|"
+            f"{result['load_average'][0]:.1f}):\n\n| Setting | Processor time of the dense model for a step, ms | "
+            "Speed of the codec's form | Speed of the fixed-length form | Same tokens as the dense model? |\n"
+            "|---|---:|---:|---:|---|"
         )
         for setting, row in result["settings"].items():
             forms = (row[f"{form}, speed / dense"] for form in ("codec", "fixed"))
@@ -165,33 +166,6 @@ def counted(setting: str) -> str:
     """Return the name of a setting such as "batch 8, threads 1" in words: "8 sequences, 1 thread"."""
     batch, threads = re.findall(r"\d+", setting)
     return f"{batch} sequence{'s' * (batch != '1')}, {threads} thread{'s' * (threads != '1')}"
-
-
-def generation_in_short() -> None:
-    """Write the medians of generation on the CPU, for the README; nothing before they were measured."""
-    if not (RESULTS / GENERATION).is_file():
-        return
-    result = read(GENERATION)
-    cog.outl("| CPU: Qwen2.5-Coder-0.5B-Instruct | codec's form (default) | fixed-length form |\n| --- | ---: | ---: |")
-    for setting, row in result["settings"].items():
-        codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
-        cog.outl(f"| speed, AVX-512, {counted(setting)} | {codec:.2f} × | {fixed:.2f} × |")
-    slower = ""
-    if (RESULTS / GENERATION_AVX2).is_file():
-        row = read(GENERATION_AVX2)["settings"]["batch 1, threads 1"]
-        codec, fixed = (row[f"{form}, speed / dense"]["median"] for form in ("codec", "fixed"))
-        cog.outl(f"| speed, AVX2 only (the dense model too), 1 sequence, 1 thread | {codec:.2f} × | {fixed:.2f} × |")
-        dense = result["settings"]["batch 1, threads 1"]["dense ms a step"]
-        slower = (
-            f" AVX-512 and AVX2 are sets of vector instructions. The dense model itself needs {dense:.0f} milliseconds "
-            f"for a token with AVX-512 and {row['dense ms a step']:.0f} with AVX2 only (1 sequence, 1 thread), because "
-            "torch's products of bf16 matrices are slow with AVX-512 on this processor. So no compressed form is as "
-            "fast here as the dense model with AVX2."
-        )
-    cog.outl(
-        f"\nConditions: {result['environment']['cpu']}, {result['date'][:10]}; these are not waiting times: the "
-        f"processor time of all threads is added ([details](docs/compress.md#speed-of-generation)).{slower}"
-    )
 
 
 TRAINING = {
@@ -212,11 +186,11 @@ def training() -> None:
     plain = result["plain"]
     where = f"{result['environment']['cpu']}, {result['date'][:10]}, load average {result['load_average'][0]:.1f}"
     cog.outl(
-        f"Qwen2.5-Coder-0.5B in bf16, {result['tokens']} tokens in a step, activation checkpointing in all rows, one "
-        f"thread ({where}). AdamW with checkpoints alone has a peak of {plain['peak bytes'] / 1e9:.2f} GB and takes "
-        f"{plain['seconds a step']:.1f} seconds of processor time a step; both are 1.00 here:"
+        f"All rows use activation checkpointing, bf16, {result['tokens']} tokens in a step, and one thread ({where}). "
+        f"The values are relative to AdamW on the dense model with checkpoints and nothing else. Its peak is "
+        f"{plain['peak bytes'] / 1e9:.2f} GB, and a step takes {plain['seconds a step']:.1f} seconds of processor time."
     )
-    cog.outl("\n| | peak memory | speed |\n|---|---:|---:|")
+    cog.outl("\n| How the model is trained | Peak memory of tensors, relative | Speed, relative |\n|---|---:|---:|")
     for name, shown in TRAINING.items():
         if name in result:
             cog.outl(f"| {shown} | {result[name]['peak / plain']:.2f} | {result[name]['speed / plain']:.2f} |")
@@ -230,10 +204,10 @@ def loading() -> None:
     dense, packed = (result["medians"][name] for name in ("dense", "compressed"))
     cog.outl(
         f"The table is for Qwen2.5-Coder-0.5B with one thread ({result['environment']['cpu']}, {result['date'][:10]}, "
-        f"load average {result['load_average'][0]:.1f}). The first token needs all weights, except that "
-        "only the rows of the prompt's tokens are read from the embedding. Compressed weights are also checked.\n"
+        f"load average {result['load_average'][0]:.1f}). Lower is better. Compressed weights are also "
+        "checked. The memory is smaller than the size, because only the needed rows of the embedding are read.\n"
     )
-    cog.outl("| | dense folder | compressed folder |\n|---|---:|---:|")
+    cog.outl("| Measurement | Dense folder | Compressed folder |\n|---|---:|---:|")
     cog.outl(f"| size | {result['dense bytes'] / 1e6:,.0f} MB | {result['compressed bytes'] / 1e6:,.0f} MB |")
     for shown, key, unit in (
         ("time to load", "seconds", "s"),

@@ -30,8 +30,8 @@ HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit 
 
 The codec is the part of netweight that turns tensors into compressed bytes and back. This page gives its speed and the
 size of its results, in comparison with other programs, for readers who want to know what compression costs on a CPU.
-[GPUs](gpus.md) has the speeds on GPUs. [Compress](compress.md#what-was-measured) has the speed of whole models that
-train or generate.
+[GPUs](gpus.md) has the speeds on GPUs. [Results of compression](compress-results.md) has the speed of whole models
+that train or generate.
 
 In short: a bf16 model shrinks to about two thirds of its size. On a core with AVX-512, the codec decodes bf16 weights
 several times as fast as zipnn ({memory_zipnn} for MiniLM) and nearly as fast as memory is copied ({memory_memcpy}).

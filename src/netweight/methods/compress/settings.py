@@ -41,13 +41,13 @@ class CompressSettings(Settings):
     )
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
-        description="Round BF16, F16 and F32 tensors of two and more dimensions to this number of mantissa bits, "
-        "0 to 6. 7, the default, does not round any tensor.",
+        description="Number of mantissa bits, 0 to 6, that rounding keeps in BF16, F16 and F32 tensors of two and "
+        "more dimensions; the default, 7, means no rounding.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
         ge=0,
-        description="Number of weights that share a normalizer, a scale, when they are rounded; 0 for no normalizers.",
+        description="Rounding first divides each block of this many weights by its largest weight; 0: no division.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",
