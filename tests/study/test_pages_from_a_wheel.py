@@ -85,11 +85,11 @@ save_file(sent, 'update.safetensors')" """,
         _ROWS, {"--out attack": "--out attack --minutes 1"}, ("torchrun", "ACCELERATE")
     ),
     "docs/finetuning-attacks": Page(
-        _ROWS, {"UNDEFENDED": "my-base", "DEFENDED": "my-model", "--out attack": "--out attack --minutes 1"}
+        _ROWS, {"--base BASE": "--base my-base", "DEFENDED": "my-model", "--out attack": "--out attack --minutes 1"}
     ),
     "docs/refusal": Page(
         _ROWS + "cp task.jsonl other.jsonl\n",
-        {"BEFORE-ALIGNMENT": "my-base", "MODEL": "my-model", "BASE": "my-base", "--card": "--card --minutes 1"},
+        {"UNDEFENDED": "my-base", "MODEL": "my-model", "--card": "--card --minutes 1"},
     ),
     "docs/forget": Page(
         "tail -n +2 ordinary.txt > others.txt; cp ordinary.txt calibration.txt\n"

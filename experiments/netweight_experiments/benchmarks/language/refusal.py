@@ -103,7 +103,7 @@ def main(
 
 
 def page(result: dict[str, Any]) -> str:
-    """Return what the page on refusal says of a result."""
+    """Return what the page of results on refusal says of a result."""
     minutes = result["processor seconds"] / 60
     took = "" if result["resumed"] else f" The attack took {minutes:.0f} processor minutes."
     findings = {each["name"]: each for each in result["findings"]}
@@ -113,8 +113,7 @@ def page(result: dict[str, Any]) -> str:
         f"Each answer was judged by its first {result['options']['new_tokens']} tokens. "
         f"The report concludes: “{result['conclusion']}”{took}",
         "",
-        "| best edit of each kind | prompts refused (95 % interval) | divergence, ordinary prompts "
-        "| perplexity, ordinary prompts | counts |",
+        "| best edit of each kind | prompts refused (95 % interval) | divergence | perplexity | counts |",
         "|---|---|---|---|---|",
         f"| none | {before['value']:.0f} % of {before['n']} ({before['ci95'][0]:.0f} to {before['ci95'][1]:.0f}) "
         "| 0 | 1.00 × | |",
