@@ -58,7 +58,7 @@ class Group(_Part):
     title: str
     """Heading, such as "Weight"."""
     anchor: str
-    """Heading in the documentation page `label.md` that explains the rows."""
+    """Heading in the documentation page `label-rows.md` that explains the rows."""
     rows: tuple[Row, ...]
     """The rows, in the order in which they are shown."""
     basis: str = ""
