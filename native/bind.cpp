@@ -430,6 +430,11 @@ NB_MODULE(_native, m) {
       .def("add_words", &DecodeQueue::add_words, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),
            nb::arg("reference"), nb::keep_alive<0, 2>(), nb::keep_alive<0, 3>())
       .def("close", &DecodeQueue::close);
+  m.def("product_paths", [] {
+    nb::list names;
+    for (const Products* set : usable_products()) names.append(set->name);
+    return names;
+  });
   m.def("paths", [] {
     nb::list names;
     for (const Kernels* k : usable_kernels()) names.append(k->name);

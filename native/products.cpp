@@ -38,10 +38,20 @@ const Products& portable_products() {
   return set;
 }
 
+const std::vector<const Products*>& usable_products() {
+  static const std::vector<const Products*> usable = [] {
+    std::vector<const Products*> all;
+    for (const Products* set : {avx512_products(), avx2_products(), &portable_products()})
+      if (set) all.push_back(set);
+    return all;
+  }();
+  return usable;
+}
+
 const Products& products_by_name(const std::string& name) {
-  for (const Products* set : {avx512_products(), avx2_products()})
-    if (set && (name == "auto" || name == set->name)) return *set;
-  return portable_products();
+  for (const Products* set : usable_products())
+    if (name == "auto" || name == set->name) return *set;
+  throw UnsupportedError("this processor or build has no products named " + name);
 }
 
 void spread_inputs(const u16* x, size_t count, float* out) {

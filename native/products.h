@@ -2,6 +2,8 @@
 #pragma once
 
 #include <functional>
+#include <string>
+#include <vector>
 
 #include "format.h"
 
@@ -42,7 +44,8 @@ struct Products {
 // Inputs as multiply reads them: fp32, of each 16 columns the even ones and then the odd ones.
 void spread_inputs(const u16* x, size_t count, float* out);
 
-const Products& products_by_name(const std::string& name);  // "auto" for the fastest; the portable ones where there are no others
+const std::vector<const Products*>& usable_products();        // by speed, the fastest first; the portable ones are always there
+const Products& products_by_name(const std::string& name);  // "auto" for the fastest; throws UnsupportedError
 const Products& portable_products();
 const Products* avx512_products();  // nullptr when this build or this processor has none
 const Products* avx2_products();  // nullptr when this build or this processor has none

@@ -38,7 +38,7 @@ inline void decode_wide_tile(const u8* tile, __m512i lift, u16* out, size_t stri
   const __m512i turned = _mm512_load_si512(kTurned.data());
   const __m512i swap = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
   for (int g = 0; g < 8; g++) {
-    for (int part = 0; part < 3; part++) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + 64 * (3 * g + part)), _MM_HINT_NTA);
+    for (int part = 0; part < 3; part++) _mm_prefetch(reinterpret_cast<const char*>(tile + kAhead + 64 * (3 * g + part)), _MM_HINT_T1);
     for (int t = 0; t < 4; t += 2) {
       const u8* lane = tile + 16 * (4 * g + t);
       const __m512i low = _mm512_castsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(lane)));

@@ -14,7 +14,7 @@ from netweight.codec.fixed import Order, decode_fixed, encode_fixed
 from netweight.errors import CorruptBlob, UsageError
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="built without a compiler")
-PATHS = ("portable", "avx2", "avx512bf16")  # where a processor lacks one the portable path runs
+PATHS = compiled.product_paths() if compiled is not None else []
 SUMS = Order("sums", 64)
 in_blocks = pytest.mark.skipif(
     compiled is None or not compiled.multiplies_in_blocks(), reason="this processor has no dot products of bf16 pairs"
@@ -83,6 +83,20 @@ def test_sums_are_added_as_described(path, sums):
         wanted, order = by_the_description(weight, x, bias, sums), Order("sums", sums)
         assert same(multiplied(weight, x, bias, order, path), wanted)
         assert same(multiplied(weight, x, bias, order, path, is_fixed=True), wanted)
+
+
+@pytest.mark.parametrize("path", ["avx512", "AVX2", "neon", ""])
+def test_products_that_are_not_there_are_refused_by_name(path):
+    """A path of the codec, such as avx512, is not one of the products, which begin at other instructions."""
+    weight, x = drawn(16, 64), drawn(1, 64)
+    for refused in (
+        lambda: multiplied(weight, x, None, SUMS, path),
+        lambda: multiplied(weight, x, None, SUMS, path, is_fixed=True),
+        lambda: compiled.multiplies_in_blocks(path),
+    ):
+        with pytest.raises(compiled.UnsupportedError, match=f"has no products named {path}$"):
+            refused()
+    assert PATHS[-1] == "portable"
 
 
 @in_blocks
