@@ -1,4 +1,4 @@
-"""What docs/recipes.md shows is true: its recipe is read, its tables name what there is."""
+"""What docs/recipes.md and docs/recipe-steps.md show is true: the recipe is read, the tables name what there is."""
 
 import re
 from pathlib import Path
@@ -10,16 +10,17 @@ from netweight.registry import known_attacks, known_methods
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "recipes.md"
+STEPS = ROOT / "docs" / "recipe-steps.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 
 def test_the_table_says_what_each_step_takes_makes_and_is_proved_by():
-    rows = re.findall(r"^\| `([a-z-]+)` \| ([a-z, ]+) \| (\w+) \| (.*) \|$", PAGE.read_text(), re.M)
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([a-z, ]+) \| (\w+) \| (.*) \|$", STEPS.read_text(), re.M)
     said = {verb: (tuple(takes.split(", ")), makes, tuple(re.findall(r"`(.*?)`", audits)))
             for verb, takes, makes, audits in rows}  # fmt: skip
     assert said == {verb: (each.takes, each.makes, tuple(each.audits)) for verb, each in known_methods().items()}
     for attack in known_attacks():
-        assert f"`{attack}`" in PAGE.read_text()
+        assert f"`{attack}`" in STEPS.read_text()
 
 
 def test_the_recipes_to_copy_are_those_that_there_are():
