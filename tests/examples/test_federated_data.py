@@ -1,4 +1,4 @@
-"""What docs/miniatures.md, "Images for federated learning" shows is run, on few pictures where it loads many."""
+"""What docs/data.md, "Images for federated learning" shows is run, on few pictures where it loads many."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "miniatures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 

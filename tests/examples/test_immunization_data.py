@@ -1,4 +1,4 @@
-"""What docs/miniatures.md shows of pairs and ciphers is run, on harmless stand-ins for the public files."""
+"""What docs/data.md shows of pairs and docs/miniatures.md of ciphers is run, on stand-ins for the public files."""
 
 import json
 import re
@@ -11,8 +11,8 @@ pytest.importorskip("transformers", reason="tokenizers come with the llm extra")
 from netweight.data.public import train_bpe
 from netweight.toys.language import cipher_world
 
-PAGE = Path(__file__).parents[2] / "docs" / "miniatures.md"
-pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
+DOCS = Path(__file__).parents[2] / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.is_dir(), reason="docs are not here: outside a source tree")
 
 
 @pytest.fixture
@@ -23,9 +23,10 @@ def run(tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def run(containing):
-        (code,) = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if containing in code]
+        text = "".join((DOCS / name).read_text() for name in ("data.md", "miniatures.md"))
+        (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.S) if containing in code]
         names = {}
-        exec(compile(code, str(PAGE), "exec"), names)
+        exec(compile(code, "page", "exec"), names)
         return names
 
     return run
