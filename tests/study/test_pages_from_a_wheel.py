@@ -71,6 +71,7 @@ save_file({name: value * 1.001 for name, value in load_file(file).items()}, file
         {"--minutes 30": "--minutes 2"},
     ),
     "docs/federate": Page(replaced={"--rounds 5": "--rounds 1"}),
+    "docs/malicious-clients": Page(replaced={"--rounds 5": "--rounds 1"}),
     "docs/gradient-inversion": Page(
         """python -c "
 from pathlib import Path; import torch; from torch import nn; from safetensors.torch import save_file
@@ -217,7 +218,7 @@ def test_flower_as_its_page_says(installed, tmp_path):
     place = Path(installed.variables["HOME"]) / ".flwr"
     place.mkdir(exist_ok=True)
     (place / "config.toml").write_text(re.sub(r"^    ", "", config, flags=re.M))
-    blocks = re.findall(r"(?:^    .*\n)+", text.split("## Deployment")[0], re.M)
+    blocks = re.findall(r"(?:^    .*\n)+", text, re.M)
     lines = [re.sub(r"\\\n\s*", " ", block) for block in blocks if "superlink" not in block]
     lines = [line.strip() for block in lines for line in block.splitlines()]
     assert [line.split()[0] for line in lines].count("flwr") == 1
