@@ -28,60 +28,83 @@ an idle machine.
 HEAD = """<!-- Made by `make bench` from benchmarks/results/{name}; do not edit by hand. -->
 # Performance of the codec
 
-The codec is the part of netweight that turns tensors into compressed bytes and back. This page gives its speed and the
-size of its results, in comparison with other programs, for readers who want to know what compression costs on a CPU.
-[GPUs](gpus.md) has the speeds on GPUs. [Results of compression](compress-results.md) has the speed of whole models
-that train or generate.
+The codec is the part of netweight that compresses tensors and restores them. This page gives its speed on a CPU and the
+size of its results, in comparison with other programs. [Results of compression](compress-results.md) has the speed of
+whole models that train or generate, and [GPUs](gpus.md) has the speeds on GPUs.
 
-In short: a bf16 model shrinks to about two thirds of its size. On a core with AVX-512, the codec decodes bf16 weights
-several times as fast as zipnn ({memory_zipnn} for MiniLM) and nearly as fast as memory is copied ({memory_memcpy}).
-{met} of the {all} targets in the next section are met.
+In short:
 
-The page has measurements from several days, machines and versions of the codec. Each section names its own; figures
-of different sections cannot be compared with each other.
+- A bf16 model shrinks to about two thirds of its size.
+- On one core with AVX-512, the codec restores the bf16 weights of MiniLM {memory_zipnn} as fast as zipnn does. This is
+  nearly as fast as memory is copied ({memory_memcpy}).
+- {met} of the {all} targets in [the first set of targets](#targets) are met. A **target** is a limit that was set
+  before the measurement.
 
-**Words of the tables.** A *ratio* is the original size divided by the compressed size. *Encoding* is compressing,
-*decoding* is restoring. *GB/s* are gigabytes of uncompressed data per second. The codec has four *levels*: `fast`,
-`default`, `high` and `max`. Each makes smaller files than the one before and takes longer to write them. It also has
-several *code paths*, which give the same bytes: code for processors with AVX-512, code for AVX2, and portable code
-without vector instructions.
+The measurements are from several days, machines and versions of the codec. Each section names its own. Do not compare
+figures of different sections with each other.
 
+These words occur in all tables:
+
+- The **ratio** is the original size divided by the compressed size. Higher is better.
+- **Encoding** is compressing, and **decoding** is restoring.
+- **GB/s** are gigabytes of uncompressed data per second. Higher is better.
+- `fast`, `default`, `high` and `max` are the **levels** of netweight. Each makes smaller files than the one before and
+  takes longer to write them.
+- "avx512", "avx2" and "portable" are code for processors with these vector instructions, and code that needs none. All
+  three give the same bytes.
+- **MiniLM** is the model all-MiniLM-L6-v2, with 22.7 million weights.
+"""
+
+TARGETS_HEAD = """
 ## Targets
 
-These figures are from `netweight benchmark codec` on {date}: {rounds} rounds on {machine}
+Each row is one target of `netweight benchmark codec`, run on {date}: {rounds} rounds on {machine}
 ([result](../benchmarks/results/{name}); [method](#method)).
 {warning}
-"In cache" means one million weights, which fit into a core's cache; "from memory" means data that do not fit. A speed
-"against zipnn" or "against memcpy" (the copying of memory) is divided by the speed of that program, so that 2× means
-twice as fast. "Fresh outputs" means that every call returns new memory; in all other rows, outputs go to memory that
-was used before. Rows for one thread are for AVX-512 (VBMI2), unless they name another code path. The targets of the
-ratios are, rounded down, what a prototype of the format reached on these data.{other}
+How to read a row:
+
+- "against zipnn" and "against memcpy" (copying memory): the speed divided by the speed of that program, so that 2×
+  means twice as fast.
+- "in cache": one million weights, which fit into the cache of a core. "from memory": data that do not fit.
+- "fresh outputs": every call returns new memory. In all other rows, outputs go to memory that was used before.
+- Rows for one thread are for AVX-512, unless they name other code.
+- The targets of the ratios were reached by a prototype of the format on these data (rounded down).{other}
 
 """
 
-OTHER = """ That machine has no AVX-512. The rows that need it were
-measured on {date} on {machine}, with the code of that day
-([result](../benchmarks/results/{name}))."""
+OTHER = """
+- That machine has no AVX-512. The rows that need it were measured on {date} on {machine}, with the code of that day
+  ([result](../benchmarks/results/{name}))."""
 
 SPEEDS = """
 ## Speed and ratio on a whole model
 
-The same run, in GB/s: all weights of MiniLM as bf16, one thread, with outputs in memory that was used before ({cpu},
-{date}). The row "netweight avx2, default" is the level `default` on the code path for AVX2. Since that day, the AVX2
-code has got an encoder of its own; [a later section](#ordinary-weights-in-all-types) has its speed.
+Each row is one program that compresses and restores all weights of MiniLM in bf16, with one thread ({cpu}, {date}).
+"netweight avx2, default" is the level `default` with code for AVX2. Since that day, the AVX2 code has got a faster
+encoder; [another section](#ordinary-weights-in-all-types) has its speed.
 
 """
 SKEWED = """
 ## Skewed data
 
 In skewed data some values occur much more often than others. Examples are weights with many zeros, masks, and token
-ids. Two other programs are compared: zipnn, and zstd -3, which gets the first bytes of all numbers together, then all
-second bytes, and so on. "Best other" is the higher of their two ratios, and the faster of their two speeds. The
-targets are a size of at most 1 % above the best other, and decoding at 3 times the speed of the best other. Measured
-with one thread on {where}, while other programs were running ([result of {date}](../benchmarks/results/{name})).
+ids. Each row is one kind of data. The second column is the ratio of netweight, and the third is the higher ratio of two
+other programs, zipnn and zstd -3. The last number is the speed of decoding, divided by the faster of these two
+programs. zstd gets the first bytes of all numbers together, then all second bytes, and so on, which suits it better.
+
+There are two targets: the compressed data are at most 1 % larger than those of the best other program, and decoding is
+3 times as fast. Measured with one thread on {where}, while other programs were running
+([result of {date}](../benchmarks/results/{name})).
 
 """
-SKEWED_HEAD = ("data", "ratio", "best other ratio", "decode GB/s", "decode, × best other", "result")
+SKEWED_HEAD = (
+    "data",
+    "netweight's ratio",
+    "best ratio of the others",
+    "decode GB/s",
+    "decode: speed / best of the others",
+    "result",
+)
 SKEWED_NAMES = {
     "int64 positions": "int64 positions 0, 1, 2, …",
     "int64 positions of 512": "int64 positions 0 to 511, repeated",
@@ -93,35 +116,53 @@ SKEWED_NAMES = {
 DENSE = """
 ### Ordinary weights in all types
 
-The table is for weights drawn from N(0, 0.02) on {where} ([result of {date}](../benchmarks/results/{name})). Each
-speed is divided by zipnn's, so that 2× means twice as fast. The last column is the speed of decoding while checksums
-are verified, divided by the speed without. Targets: at least 2× for decoding F16 and both F8, at least 1.5× for
-encoding BF16, at least 1× for decoding with portable code, and at least 0.9 in the last column.
+Each row is one type of random weights, drawn from N(0, 0.02), on {where}
+([result of {date}](../benchmarks/results/{name})). The speeds of decoding and encoding are divided by those of zipnn,
+so that 2× means twice as fast. The last column is the speed of decoding while checksums are verified, divided by the
+speed without verification. Misses of these targets are marked:
+
+- decoding F16 and both F8 types: at least 2×
+- encoding BF16: at least 1.5×
+- decoding with portable code: at least 1×
+- with checksums: at least 0.9
 
 """
-DENSE_HEAD = ("type", "decode", "decode, portable code", "encode", "with checksums / without")
+DENSE_HEAD = (
+    "type",
+    "decode / zipnn",
+    "decode with portable code / zipnn",
+    "encode / zipnn",
+    "with checksums / without",
+)
 PEERS_HEAD = """
 ## Levels, and other programs
 
-The first table gives the ratios of netweight's levels and of other compressors on the same tensors; higher is better.
-The other programs get all tensors of a set as one piece, or (in the rows "tensor by tensor") each tensor by itself, as
-netweight does. The sets are parts of models: the first tensors of the file up to the stated size, and 8 million
-weights of MiniLM. The weights of qwen2.5-coder-0.5b were dequantized from a 4-bit file; ordinary bf16 weights may
-have other ratios. "–" means that the program cannot read this type, or that the set is one tensor,
-for which both rows would be the same. Measured on {date} on {machine} ([result](../benchmarks/results/{name}),
-{versions}).
+Each row of the first table is one program or one level of netweight, and each column is one set of tensors. The
+numbers are ratios; higher is better.
+
+- The sets are parts of models: the first 34 MB of qwen2.5-coder-0.5b, 8 million weights of MiniLM in several types, and
+  the states of AdamW (`exp_avg` and `exp_avg_sq`) from a training. The weights of qwen2.5-coder-0.5b were converted
+  from a 4-bit file; ordinary bf16 weights may have other ratios.
+- netweight compresses each tensor by itself. The other programs get all tensors of a set as one piece. In the rows
+  "tensor by tensor", they also get each tensor by itself.
+- "–" means that the program cannot read this type, or that the set is one tensor, for which both rows would be the
+  same.
+
+Measured on {date} on {machine} ([result](../benchmarks/results/{name}), {versions}).
 
 """
 WHOLE_FILES = """
 ## Whole files against lmzip
 
-This table compares the commands `netweight compress --threads 1` and `lmz compress -j 1` (lmzip {version}) on files of
-models. Times are processor times, the user's and the system's together; less is better. They include the start of
-Python, which takes most of the time for the small file, and reading and writing. So levels differ less here than in
-the next section, and differences of a few percent are chance: `high` is not faster than `default`. The weights of
-qwen2.5-coder-0.5b were dequantized from a 4-bit file; ordinary bf16 weights may have other ratios.
-Measured on {date} on {machine} ([result](../benchmarks/results/{name})), at a load average of up to {load:.0f};
-the programs took turns, and the times are medians of {rounds} runs.
+lmzip is another program that compresses the weights of models. Each row is one command on one file:
+`netweight compress --threads 1` or `lmz compress -j 1` (lmzip {version}). The time is processor time, that of the
+program and of the operating system together; lower is better. It includes the start of Python, reading and writing.
+For the small file, the start of Python takes most of netweight's time. Differences of a few percent are chance: `high`
+is not faster than `default`.
+
+The weights of qwen2.5-coder-0.5b were converted from a 4-bit file; ordinary bf16 weights may have other ratios.
+Measured on {date} on {machine} ([result](../benchmarks/results/{name})), at a load average of up to {load:.0f}; the
+programs took turns, and the times are medians of {rounds} runs.
 
 """
 PEERS_BUSY = """**Other programs were running** (load average {load:.0f} on {cores} cores): only relative times can be
@@ -129,8 +170,7 @@ compared with other tables. """
 PEERS_SPEED = """
 The second table gives the speeds of the same programs on {data} ({dtype}), with one thread, by processor time. They are
 medians of {rounds} rounds in one process, in which the programs take turns. {others}The last two columns are the time
-of a program, divided by the time of `default` in the same round (the median over the rounds): 2 means twice the time of
-`default`, so less is better.
+of a program, divided by the time of netweight's level `default`: 2 means twice the time, so lower is better.
 
 """
 FOLDER_TARGETS = (
@@ -150,29 +190,34 @@ FOLDER_TARGETS = (
 FOLDERS = """
 ## Folders, and many small tensors
 
-A folder of {megabytes} MB (bf16 numbers drawn from N(0, 0.02), in two files) is compressed, and a file of 10,000 small
-tensors is read. The files stay in the system's cache. With other programs running (load average {load:.0f}), a second
-thread has hardly a core of its own, so the first row says little about an idle machine ({where}).
+The first two rows are about the compression of a folder of {megabytes} MB (bf16 numbers drawn from N(0, 0.02), in two
+files). For them, higher is better. The last two rows are about reading a file of 10,000 small tensors. For them, lower
+is better. The files stay in the system's cache ({where}).
+
+Other programs were running (load average {load:.0f} on 2 cores). So a second thread had hardly a core of its own, and
+the first row says little about an idle machine.
 
 """
 WHOLE = """
 ## Memory of commands
 
-This table gives what commands need for a file with one tensor. *Peak* is the largest memory in addition to that of the
-loaded libraries; its target is at most 200 MB, and all commands meet it. *System time* is the processor time that the
-operating system spends for a command, which is mostly reading and writing, divided by that of `cp`. The computing
-itself is not counted. Its target is at most 1.5.
+Each row is one command on a file with one tensor, of 400 MB or of 2,800 MB. Lower is better in all columns.
+
+- **Peak** is the largest memory in addition to that of the loaded libraries. Its target is at most 200 MB; all commands
+  meet it.
+- **System time / cp** is the processor time that the operating system spends for the command, mostly reading and
+  writing, divided by that of `cp`. The computing of the command itself is not counted. Its target is at most 1.5.
 
 """
 HOW = """
 ## Method
 
-This section is about the run of the first two tables. The data are all-MiniLM-L6-v2 (22.7 million weights), 33.6
-million weights drawn from N(0, 0.02²), and one million of these weights, which fit into a core's cache. The other
-programs compress all tensors of a model as one piece; netweight compresses each tensor by itself. All outputs are
-compared with the input bit by bit. Every program runs once in each round, in random order. Speeds are medians over
-rounds, ratios of speeds are medians of ratios within rounds, and intervals come from the bootstrap. With one thread,
-processor time is measured; with two threads, elapsed time.
+This section is about [the targets](#targets) and about [the whole model](#speed-and-ratio-on-a-whole-model). The data
+are MiniLM, 33.6 million weights drawn from N(0, 0.02²), and one million of these weights, which fit into a core's
+cache. The other programs compress all tensors of a model as one piece; netweight compresses each tensor by itself. All
+outputs are compared with the input bit by bit. Every program runs once in each round, in random order. Speeds are
+medians over rounds, ratios of speeds are medians of ratios within rounds, and intervals come from the bootstrap. With
+one thread, processor time is measured; with two threads, elapsed time.
 """
 
 
@@ -198,8 +243,9 @@ def page(result: Result, name: str) -> str:
         "met": str(sum(row[-1] == "met" for row in rows)),
         "all": str(len(rows)),
     }
-    text = HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
-    text += table(("what", "target", "measured", "95 % interval", "result"), rows)
+    text = HEAD.format(**fields)
+    targets = TARGETS_HEAD.format(**fields, warning=BUSY.format(load=load) if load > QUIET else "")
+    targets += table(("what", "target", "measured", "95 % interval", "result"), rows)
     for each in shown:
         for part in speed_tables(each):
             if part.title == SHOWN:
@@ -208,7 +254,8 @@ def page(result: Result, name: str) -> str:
                 lines = [tuple(line[number] for number in kept) for line in (part.headers, *rows)]
                 head = ("program, level", *lines[0][1:])
                 text += SPEEDS.format(cpu=each.environment["cpu"], date=each.created[:10]) + table(head, lines[1:])
-    return text + whole_files_part() + peers_part() + skewed_part() + memory_part() + folder_part() + HOW + foot(result)
+    others = peers_part() + whole_files_part() + skewed_part() + memory_part() + folder_part()
+    return text + others + targets + HOW + foot(result)
 
 
 def results(*patterns: str) -> list[dict[str, Any]]:
@@ -250,7 +297,7 @@ def peers_part() -> str:
     environment, parts = found["environment"], found["sets"]
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     where = {"date": found["created"][:10], "machine": environment["cpu"], "name": found["file"]}
-    heads = ("ratio", *(f"{part['name']} ({part['dtype']})" for part in parts))
+    heads = ("program, level", *(f"{part['name']} ({part['dtype']})" for part in parts))
     names = list(dict.fromkeys(name for part in parts for name in part["rows"]))
     rows = []
     for name in names:
@@ -269,7 +316,14 @@ def peers_part() -> str:
         cells = (f"{row[f'{way} GB/s']:.2f}" for way in ("encode", "decode"))
         times = (f"{row[f'{way}, times of netweight default']:.2f}" for way in ("encode", "decode"))
         speeds.append((name, f"{row['ratio']:.4f}", *cells, *times))
-    head = ("", "ratio", "encode GB/s", "decode GB/s", "time to encode / default", "time to decode / default")
+    head = (
+        "program, level",
+        "ratio",
+        "encode GB/s",
+        "decode GB/s",
+        "time to encode / default",
+        "time to decode / default",
+    )
     return text + table(head, speeds)
 
 
