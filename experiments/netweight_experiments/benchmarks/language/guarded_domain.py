@@ -292,7 +292,7 @@ def _before_the_attack(measured: dict[str, Any]) -> list[str]:
     if published is not None and taught is not None and taught[perplexity_] > 2 * published[perplexity_]:
         sentences.append(
             f"Teaching the domain damaged the model: its perplexity on WikiText-2 rose from "
-            f"{published[perplexity_]:.0f} to {taught[perplexity_]:.0f}, so the table compares defenses of a damaged "
+            f"{published[perplexity_]:.0f} to {taught[perplexity_]:.0f}, so the tables compare defenses of a damaged "
             "model."
         )
     return sentences
