@@ -2,11 +2,11 @@
 
     NETWEIGHT_DATA=... python -m netweight_experiments.benchmarks federate.protections
 
-measures the table of docs/gradient-inversion.md; `--accuracy` trains each protection from one seed and schedule. The
-attacks are those of `netweight federate audit --threat`, on the first round, whose state is the method's start.
-Secure sums change nothing but the rounding of what clients send (docs/flower.md), which is done here in one process in
-the same steps; the protocol itself is tested elsewhere. A run that is stopped goes on from its last round in `--work`;
-the file is written after every arm and keeps the arms that it has.
+measures the table of docs/gradient-inversion-results.md; `--accuracy` trains each protection from one seed and
+schedule. The attacks are those of `netweight federate audit --threat`, on the first round, whose state is the method's
+start. Secure sums change nothing but the rounding of what clients send (docs/secure-sums.md), which is done here in one
+process in the same steps; the protocol itself is tested elsewhere. A run that is stopped goes on from its last round in
+`--work`; the file is written after every arm and keeps the arms that it has.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Clients that protect themselves: noise on updates, a least number of local steps, refusal of what looks abnormal.
 
-Wraps any method. What each protection withstands and what it does not is in docs/gradient-inversion.md. Secure
-aggregation is not here: it is how updates travel (docs/flower.md), and leaves each update as it is.
+Wraps any method. docs/gradient-inversion-results.md lists the attacks that each protection withstands. Secure
+aggregation is not here: it is how updates travel (docs/secure-sums.md), and leaves each update as it is.
 """
 
 from __future__ import annotations

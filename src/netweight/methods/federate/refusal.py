@@ -1,6 +1,6 @@
 """Refusal of hypernetworks that look as if they were made to read images out of clients' updates.
 
-What the signs are, what they stop and what passes: docs/gradient-inversion.md.
+What the signs are, what they stop and what passes: docs/gradient-inversion-results.md.
 """
 
 from __future__ import annotations
