@@ -110,6 +110,23 @@ def test_a_simulation_goes_on_when_a_worker_of_ray_dies(tmp_path):
     assert set(history(folder)[-1]["after"]) == {"0", "1", "2"}
 
 
+@pytest.mark.parametrize(("fault", "status"), [("raise 1", "finished:completed"), ("broken 1", "finished:failed")])
+def test_a_site_that_fails_in_every_round_fails_the_run_and_one_that_fails_once_does_not(fault, status, tmp_path):
+    """In both, every failure is in the history, and the result of the others is saved."""
+    simulation, folder = Simulation(tmp_path), tmp_path / "federation"
+    try:
+        config = {**CONFIG, "rounds": 2, "folder": str(folder), "private-folder": str(tmp_path / "private")}
+        assert simulation.finish(faulty_example(tmp_path), **config, fault=fault) == status
+    finally:
+        simulation.stop()
+    first, second = history(folder)
+    assert "out of memory" in first["refusals"]["1"]
+    assert (first["errors"], second["errors"]) == ([1], [1] if fault == "broken 1" else [])
+    assert set(second["after"]) == ({"0", "2"} if fault == "broken 1" else {"0", "1", "2"})
+    with open_store(folder / CHECKPOINT) as store:
+        assert any(name.startswith("state|") for name in store.names())
+
+
 def test_a_killed_server_costs_one_round(deployment, expected):
     folder = deployment.folder / "federation"
     config = {**CONFIG, "rounds": 2, "folder": str(folder), "timeout": 200.0}
@@ -143,7 +160,7 @@ def test_a_node_that_is_killed_in_a_round_is_named_before_the_time_is_over(deplo
     run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
     wait((deployment.folder / "hangs").exists, 240, "the client to begin")
     deployment.kill("node-2")
-    assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
+    assert deployment.finish(run) == "finished:failed", deployment.log("server")[-3000:]  # it was asked once
     (done,) = history(folder)
     assert "answered with error" in done["refusals"]["2"]
     assert done["seconds"] < 390
@@ -163,12 +180,12 @@ def test_a_secure_sum_is_the_engines(deployment, expected):
 
 def test_a_secure_sum_goes_on_without_a_client_that_fails(deployment):
     folder = deployment.folder / "federation"
-    config = {**CONFIG, "rounds": 1, "folder": str(folder), "timeout": 200.0, "secure-sum": True, "fault": "raise 1"}
+    config = {**CONFIG, "rounds": 2, "folder": str(folder), "timeout": 200.0, "secure-sum": True, "fault": "raise 1"}
     run = deployment.run(faulty_example(deployment.folder), **config, signs=str(deployment.folder))
     assert deployment.finish(run) == "finished:completed", deployment.log("server")[-3000:]
-    (done,) = history(folder)
-    assert "out of memory" in done["refusals"]["1"]
-    assert sorted(done["after"]) == ["0", "2"]
+    first, second = history(folder)
+    assert "out of memory" in first["refusals"]["1"]
+    assert (sorted(first["after"]), sorted(second["after"])) == (["0", "2"], ["0", "1", "2"])
 
 
 def test_twenty_nodes_two_slow_one_killed_in_a_round_and_a_killed_server(tmp_path):

@@ -283,7 +283,10 @@ def example_task(config, clients=3):
 
 
 def faulty_example(folder):
-    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2; late90 3"."""
+    """A copy of the example whose clients do in round 1 what `fault` says, such as "hang 1" or "raise 2; late90 3".
+
+    "broken 1" raises in every round.
+    """
     copy = folder / "faulty"
     shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "app.py").rename(copy / "sound.py")
@@ -336,6 +339,8 @@ def query(message, context):
 def train(message, context):
     faults = [one.split() for one in str(context.run_config["fault"]).split(";") if one.strip()]
     fault = next((name for name, *ill in faults if str(context.node_config["partition-id"]) in ill), None)
+    if fault == "broken":
+        raise RuntimeError("out of memory")
     if fault and message.metadata.group_id == "1":
         masked = message.content.config_records.get("secaggplus_configs")
         if fault.startswith("late"):

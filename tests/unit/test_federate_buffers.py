@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -103,8 +104,37 @@ class LowRankLayer(nn.Module):
         return self.base(x) + x @ self.a.T @ self.b.T
 
 
+class TiedLayers(nn.Module):
+    """Two layers that share one weight and have a bias each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh())
+
+
+class Symmetric(nn.Module):
+    """A parametrization by the symmetric part of a matrix."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).T
+
+
+def symmetric() -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(nn.Linear(5, 5), "weight", Symmetric())
+
+
 def linear() -> nn.Linear:
     return nn.Linear(6, 5)
+
+
+def weight_norm_by_hook() -> nn.Module:
+    with warnings.catch_warnings():  # deprecated, and in many networks
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(linear())
 
 
 def twice(layer: nn.Module) -> nn.Module:
@@ -132,9 +162,24 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "dropout and batch norm": lambda: (
         nn.Sequential(linear(), nn.BatchNorm1d(5), nn.Dropout(0.4)), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
     ),
+    "group norm": lambda: (nn.Sequential(linear(), nn.GroupNorm(5, 5), nn.ReLU()), nn.Linear(5, 3)),
+    "instance norm with statistics": lambda: (
+        nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), linear()),
+        nn.Linear(5, 3),
+    ),
     "gru": lambda: (Sequence(nn.GRU(2, 5, batch_first=True)), nn.Linear(5, 3)),
+    "lstm with dropout": lambda: (Sequence(nn.LSTM(2, 5, 2, dropout=0.3, batch_first=True)), nn.Linear(5, 3)),
     "attention": lambda: (Attention(), nn.Linear(5, 3)),
     "one layer twice": lambda: (twice(nn.Linear(5, 5)), nn.Linear(5, 3)),
+    "tied weights": lambda: (nn.Sequential(linear(), TiedLayers()), nn.Linear(5, 3)),
+    "weight norm": lambda: (nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh()), nn.Linear(5, 3)),
+    "weight norm, hook": lambda: (nn.Sequential(weight_norm_by_hook(), nn.Tanh()), nn.Linear(5, 3)),
+    "parametrization in the head": lambda: (
+        nn.Sequential(linear(), nn.Tanh()), nn.Sequential(symmetric(), nn.Linear(5, 3))
+    ),
+    "orthogonal": lambda: (
+        nn.Sequential(linear(), nn.utils.parametrizations.orthogonal(nn.Linear(5, 5)), nn.Tanh()), nn.Linear(5, 3)
+    ),
 }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +32,14 @@ from netweight.methods.federate.algorithms.fedprox import FedProx
 from netweight.methods.federate.algorithms.scaffold import Scaffold
 from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import Run, finished
 from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.history import Round, at_plateau
 from netweight.methods.federate.joining import join
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult
 from netweight.methods.federate.settings import Phase
+from netweight.methods.federate.updates import Update
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 METHODS = {
@@ -177,21 +178,39 @@ def test_before_and_after_are_what_the_weights_give() -> None:
     assert again.rounds[2].before[1] == pytest.approx(accuracy)
 
 
-def nan(update: object) -> object:
+def nan(update: Update) -> Update:
     tensors = {name: torch.full(value.shape, torch.nan) for name, value in update.tensors.items()}  # type: ignore[attr-defined]
     return dataclasses.replace(update, tensors=tensors)  # type: ignore[type-var]
 
 
+def in_round(number: int, change: Callable[[Update], Update]) -> Callable[[Update], Update]:
+    """Spoil the update of one round alone."""
+    return lambda update: change(update) if update.round == number else update
+
+
 def test_faulty_clients_are_left_out_and_the_round_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    task = small_task(clients=5)
-    spoiled = Faulty(METHODS["hyperfl"], {1: nan, 3: "silent", 4: lambda u: dataclasses.replace(u, round=7)})
+    task, method = small_task(clients=5), METHODS["hyperfl"]
+    wrong = in_round(2, lambda update: dataclasses.replace(update, round=7))
+    spoiled = Faulty(method, {1: in_round(2, nan), 3: "silent", 4: wrong})
     with caplog.at_level(logging.WARNING):
         run = train(task, spoiled, Federation(rounds=2, min_clients=2))  # type: ignore[arg-type]
-    assert run.rounds[0].refusals == {1: run.rounds[0].refusals[1], 3: "sent nothing", 4: run.rounds[0].refusals[4]}
+    assert run.rounds[1].refusals == {1: run.rounds[1].refusals[1], 3: "sent nothing", 4: run.rounds[1].refusals[4]}
+    assert [done.errors for done in run.rounds] == [(), (1, 4)]
     assert all(torch.isfinite(value).all() for value in run.state.values())
     assert "client 1 left out" in caplog.text
-    start = METHODS["hyperfl"].private_start(task, 1, seed=520)
-    assert all(torch.equal(run.private[1][name], value) for name, value in start.items())
+    before = train(task, Faulty(method, {3: "silent"}), Federation(rounds=1, min_clients=2))  # type: ignore[arg-type]
+    assert all(torch.equal(run.private[1][name], value) for name, value in before.private[1].items())
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_client_whose_updates_never_count_fails_the_run(rounds: int, tmp_path: Path) -> None:
+    """The others' result is saved and can be opened."""
+    spoiled = Faulty(METHODS["fedavg"], {2: nan})
+    times = "the only round" if rounds == 1 else f"each of the {rounds} rounds"
+    with pytest.raises(FederationStopped, match=rf"Client 2 .*NaN.* in {times} that asked it.* is saved in"):
+        train(small_task(), spoiled, Federation(rounds=rounds), folder=tmp_path)  # type: ignore[arg-type]
+    saved = finished(small_task(), spoiled, Federation(rounds=rounds), folder=tmp_path)  # type: ignore[arg-type]
+    assert [(set(done.after), done.errors) for done in saved.rounds] == [({0, 1, 3}, (2,))] * rounds
 
 
 def test_too_few_clients_stop_the_federation_with_its_state_saved(

@@ -48,6 +48,11 @@ def tiff_fractions(path, array):
     Image.fromarray(array.astype(np.float32) / 255).save(f"{path}.tif")
 
 
+def white_is_zero(path, array):
+    """As scanners and clinics write: a viewer shows the picture, whose numbers are turned around."""
+    Image.fromarray(array).save(f"{path}.tif", tiffinfo={262: 0})
+
+
 def turned(path, array):
     picture, exif = Image.fromarray(np.rot90(array, 1)).convert("RGB"), Image.Exif()
     exif[0x0112] = 6
@@ -61,6 +66,9 @@ WRITERS = {
     "16 bits in tif": (lambda path, a: Image.fromarray(a.astype(np.uint16) * 257).save(f"{path}.TIF"), 0, False),
     "32 bits in tif": (lambda path, a: Image.fromarray(a.astype(np.int32) * 257).save(f"{path}.tiff"), 0, False),
     "fractions": (tiff_fractions, 0, False),
+    "white is 0, 16 bits": (lambda path, a: white_is_zero(path, 65535 - a.astype(np.uint16) * 257), 0, False),
+    "white is 0, fractions": (lambda path, a: white_is_zero(path, 1 - a.astype(np.float32) / 255), 0, False),
+    "white is 0, 8 bits": (white_is_zero, 0, False),
     "bmp": (lambda path, a: Image.fromarray(a).save(f"{path}.bmp"), 0, False),
     "webp": (lambda path, a: Image.fromarray(a).convert("RGB").save(f"{path}.webp", lossless=True), 1, True),
     "gray palette": (lambda path, a: Image.fromarray(a).convert("P").save(f"{path}.png"), 0, False),

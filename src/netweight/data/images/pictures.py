@@ -43,6 +43,7 @@ _OTHER_PROGRAMS = {
 }  # fmt: skip
 _GRAY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 _WIDE = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
+_PHOTOMETRIC = 262  # tag of a TIFF that says which number is white
 _DEPTHS = (8, 10, 12, 14, 16)
 _NAMED = 3  # pictures that a remark names; the others are counted
 _CLIPPED = 0.98  # share of black and white pixels from which a picture of more than two levels counts as clipped
@@ -234,7 +235,12 @@ def _depth(picture: Any, name: str) -> int:
     return next(bits for bits in _DEPTHS if high < 2**bits)
 
 
-def _narrowed(picture: Any, name: str, depth: int, remarks: _Remarks) -> Any:
+def _white_is_zero(picture: Any) -> bool:
+    """Return whether a TIFF stores white as 0; Pillow inverts such pictures of up to 8 bits, and no others."""
+    return picture.mode in _WIDE and getattr(picture, "tag_v2", {}).get(_PHOTOMETRIC) == 0
+
+
+def _narrowed(picture: Any, name: str, depth: int, inverted: bool, remarks: _Remarks) -> Any:
     """An 8-bit gray picture of one with more bits; all pictures of a data set by the same scale."""
     image = library("PIL.Image", "Decoding pictures", "federated")
     values = _numbers(picture, name)
@@ -244,7 +250,11 @@ def _narrowed(picture: Any, name: str, depth: int, remarks: _Remarks) -> Any:
         scale = 255 / (2**depth - 1)
         what = f"Gray of more than 8 bits, read as {depth} bits, the same for all"
     remarks.add(what, name)
-    narrow = image.fromarray((values * scale).round().clip(0, 255).astype(np.uint8))
+    levels = (values * scale).round().clip(0, 255).astype(np.uint8)
+    if inverted:
+        levels = 255 - levels
+        remarks.add("Inverted, because they store white as 0", name)
+    narrow = image.fromarray(levels)
     narrow.info.update({key: value for key, value in picture.info.items() if key == "exif"})
     return narrow
 
@@ -256,13 +266,14 @@ def _decode(
     image = library("PIL.Image", "Decoding pictures", "federated")
     operations = library("PIL.ImageOps", "Decoding pictures", "federated")
     picture = _open(source, name)
+    inverted = _white_is_zero(picture)  # the rotated picture has no tags
     with _naming(name):
         turned = operations.exif_transpose(picture)
     if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:
         remarks.add("Rotated as their EXIF entry says", name)
     picture = turned
     if picture.mode in _WIDE:
-        picture = _narrowed(picture, name, depth, remarks)
+        picture = _narrowed(picture, name, depth, inverted, remarks)
     with _naming(name):
         picture = _in_standard_colors(picture, name, remarks)
         if "A" in picture.getbands() or "a" in picture.getbands() or "transparency" in picture.info:

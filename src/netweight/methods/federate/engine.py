@@ -83,7 +83,8 @@ def train(
 
     Raises:
         UsageError: The folder holds a federation with other settings, or a client's examples cannot be learned.
-        FederationStopped: A round had too few sound updates and its retries were used up; the state is saved.
+        FederationStopped: A round had too few sound updates and its retries were used up, or no update of some client
+            could be used in any round; the state is saved.
         PrivateTensor: The method was about to send a private tensor.
     """
     for client in task.clients:
@@ -102,6 +103,7 @@ def train(
                         federation.save()
                     work.update(1)
         federation.save()
+        federation.rounds.refuse_failing_clients()
     return federation.result()
 
 

@@ -154,12 +154,14 @@ def _words(
         text = "The update reveals more about the client's gradient than the published average"
     if not inexact:
         text = "The server computes the client's gradient exactly"
-    no_image = f"no image can be recovered ({searched})" if below else f"no image was found ({searched})"
+    no_image = f"the attacks recovered no image ({searched})"
+    if below:
+        no_image = f"the attacks recovered no image, and what they return is worse than a guess ({searched})"
     leaks = {None: "", False: f"; its images can be reconstructed ({searched})", True: f"; {no_image}"}[unclear]
     if unclear and unseen is False:
-        leaks = f"; images leak a little ({searched})"
+        leaks = f"; the images of the attacks are slightly better than a guess ({searched})"
     if unread is not None:
-        leaks += "; no text comes out" if unread else "; its text can be read"
+        leaks += "; the attack recovered no text" if unread else "; its text can be read"
     broken = not (inexact and hidden) or unclear is False or unread is False
     return "broken" if broken else "partly" if unclear and unseen is False else "told", f"{text}{leaks}."
 

@@ -31,7 +31,7 @@ class Round:
     refusals: Mapping[int, str] = field(default_factory=dict)
     """Client → why its update was left out."""
     errors: tuple[int, ...] = ()
-    """Clients of `refusals` whose program or node failed, in order."""
+    """Clients of `refusals` whose program or node failed, or whose update could not be used, in order."""
     attempts: int = 1
     """Number of attempts."""
     suspects: Mapping[int, str] = field(default_factory=dict)

@@ -125,9 +125,10 @@ class Rounds:
         return len(self.rounds) >= self.settings.rounds or plateau
 
     def refuse_failing_clients(self) -> None:
-        """Fail the run if the program of some client failed in every round that asked it.
+        """Fail the run if some client failed in every round that asked it.
 
-        A client that protects itself and abstains has not failed.
+        A client fails if its program stops with an error, or if its update cannot be used. A client that protects
+        itself and abstains has not failed, and neither has one that sends nothing.
 
         Raises:
             FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
@@ -135,8 +136,9 @@ class Rounds:
         for client in self.clients:
             rounds = [done for done in self.rounds if client in done.clients]
             if rounds and all(client in done.errors for done in rounds):
+                asked = "the only round" if len(rounds) == 1 else f"each of the {len(rounds)} rounds"
                 raise FederationStopped(
-                    f"Client {client} {rounds[-1].refusals[client]}, in each of the {len(rounds)} rounds that asked "
+                    f"Client {client} {rounds[-1].refusals[client]}, in {asked} that asked "
                     f"it; the others' result is saved{f' in {self.job.folder}' if self.job is not None else ''}.",
                     cure="Repair that client and run the same command with more rounds, or leave the client out "
                     "of the task.",
@@ -207,7 +209,7 @@ class Rounds:
         suspects = self.aggregate(trial, sound)
         for client, why in sorted(suspects.items()):
             _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
-        errors = {update.client for update in updates if update.fault and update.fault.kind == "error"}
+        errors = {update.client for update in updates if _failed(update, refused)}
         self.record(trial, own, refused, suspects, sorted(errors))
         return True
 
@@ -257,7 +259,7 @@ class Rounds:
             own: One update for each client that took part, for its metrics.
             refused: Client → why it was left out.
             suspects: Client → what is odd about its update.
-            errors: Clients whose program or node failed.
+            errors: Clients whose program or node failed, or whose update could not be used.
         """
         metrics = {
             kind: {one.client: one.metrics[kind] for one in own if kind in one.metrics}
@@ -271,3 +273,10 @@ class Rounds:
         self.rounds.append(done)
         means = {"before": done.mean_before, "after": done.mean_after, "loss": done.mean_loss}
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(own), len(done.clients), means)
+
+
+def _failed(update: Update, refused: Container[int]) -> bool:
+    """Return whether a reply counts as a failure of its client, and not as a decision of the client or the server."""
+    if update.fault is None:
+        return update.client in refused
+    return update.fault.kind == "error"

@@ -51,9 +51,9 @@ class Fault:
 
     reason: str
     """The reason, for logs and for the history of rounds."""
-    kind: Literal["invalid", "abstention", "error"] = "invalid"
-    """"abstention" if the client protects itself and does not take part, "error" if its program or its node failed,
-    "invalid" for any other reply that cannot be used, and for none.
+    kind: Literal["left out", "abstention", "error"] = "left out"
+    """"abstention" if the client protects itself and does not take part, "error" if its program or its node failed or
+    its reply cannot be read, "left out" if it sent nothing, or if the server did not add it to a sum.
     """
 
 

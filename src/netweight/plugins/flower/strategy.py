@@ -324,7 +324,7 @@ class OverGrid:
                     raise UsageError(f"says that it has {update.n} examples; it registered {said}")
                 updates.append(_on_disk(_against_state(update, trial.messages[client], self.rounds.state), folder))
             except UsageError as error:
-                updates.append(Update(client, 0, {}, trial.round, fault=Fault(error.reason)))
+                updates.append(Update(client, 0, {}, trial.round, fault=Fault(error.reason, "error")))
         return updates
 
     def settle(self, done: Round) -> None:
