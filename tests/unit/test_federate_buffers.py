@@ -173,7 +173,6 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "one layer twice": lambda: (twice(nn.Linear(5, 5)), nn.Linear(5, 3)),
     "tied weights": lambda: (nn.Sequential(linear(), TiedLayers()), nn.Linear(5, 3)),
     "weight norm": lambda: (nn.Sequential(nn.utils.parametrizations.weight_norm(linear()), nn.Tanh()), nn.Linear(5, 3)),
-    "weight norm, hook": lambda: (nn.Sequential(weight_norm_by_hook(), nn.Tanh()), nn.Linear(5, 3)),
     "parametrization in the head": lambda: (
         nn.Sequential(linear(), nn.Tanh()), nn.Sequential(symmetric(), nn.Linear(5, 3))
     ),
@@ -313,6 +312,13 @@ def test_state_that_no_client_could_own_is_refused_by_name(layer: type[nn.Module
     data = [ClientData(examples(10, 1), examples(10, 2))]
     with pytest.raises(Unsupported, match=name):
         train(Task(nn.Sequential(layer(), linear()), nn.Linear(5, 3), data), fedavg(TRAINING), Federation(rounds=1))
+
+
+def test_weight_norm_by_a_hook_is_refused_with_its_successor() -> None:
+    data = [ClientData(examples(8, 1), examples(8, 2))] * 2
+    task = Task(nn.Sequential(weight_norm_by_hook(), nn.Tanh()), nn.Linear(5, 3), data)
+    with pytest.raises(Unsupported, match=r"torch\.nn\.utils\.parametrizations"):
+        train(task, fedavg(TRAINING), Federation(rounds=1), workers=1)
 
 
 def test_a_network_for_other_inputs_is_refused_without_torchs_traceback() -> None:

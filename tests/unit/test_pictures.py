@@ -68,7 +68,7 @@ WRITERS = {
     "fractions": (tiff_fractions, 0, False),
     "white is 0, 16 bits": (lambda path, a: white_is_zero(path, 65535 - a.astype(np.uint16) * 257), 0, False),
     "white is 0, fractions": (lambda path, a: white_is_zero(path, 1 - a.astype(np.float32) / 255), 0, False),
-    "white is 0, 8 bits": (white_is_zero, 0, False),
+    "white is 0, bytes": (white_is_zero, 0, False),
     "bmp": (lambda path, a: Image.fromarray(a).save(f"{path}.bmp"), 0, False),
     "webp": (lambda path, a: Image.fromarray(a).convert("RGB").save(f"{path}.webp", lossless=True), 1, True),
     "gray palette": (lambda path, a: Image.fromarray(a).convert("P").save(f"{path}.png"), 0, False),
