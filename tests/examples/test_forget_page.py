@@ -1,4 +1,4 @@
-"""What docs/forget.md shows is run, on a small pipeline with random weights; tables of results are those of files."""
+"""What the pages on forgetting show is run, on a small pipeline with random weights; tables are those of files."""
 
 import json
 import re
@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "forget.md"
+EDITS = PAGE.with_name("forget-edits.md")
+NEURONS = PAGE.with_name("forget-neurons.md")
 RESULTS = PAGE.with_name("forget-results.md")
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 pytest.importorskip("diffusers", reason="diffusers is not installed")
@@ -29,13 +31,13 @@ def place(tmp_path, monkeypatch):
 
 
 def test_the_code_runs(place, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
-    exec(compile(code, str(PAGE), "exec"), {})
+    (code,) = re.findall(r"```python\n(.*?)```", EDITS.read_text(), re.S)
+    exec(compile(code, str(EDITS), "exec"), {})
     assert "a large blue circle" in capsys.readouterr().out
 
 
 def test_the_commands_take_these_options():
-    commands = re.findall(r"^netweight (forget .*)$", PAGE.read_text(), re.M)
+    commands = re.findall(r"^netweight (forget .*)$", PAGE.read_text() + NEURONS.read_text(), re.M)
     assert len(commands) == 8
     for command in commands:
         _, name, *arguments = command.split()

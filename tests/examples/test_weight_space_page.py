@@ -1,4 +1,4 @@
-"""What docs/weight-space.md shows is run."""
+"""What docs/weight-space-python.md shows is run."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-PAGE = Path(__file__).parents[2] / "docs" / "weight-space.md"
+PAGE = Path(__file__).parents[2] / "docs" / "weight-space-python.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="the page is not here: outside a source tree")
 
 

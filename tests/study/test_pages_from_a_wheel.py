@@ -92,7 +92,8 @@ save_file(sent, 'update.safetensors')" """,
         _ROWS + "cp task.jsonl other.jsonl\n",
         {"UNDEFENDED": "my-base", "MODEL": "my-model", "--card": "--card --minutes 1"},
     ),
-    "docs/forget": Page(
+    "docs/forget": Page(),
+    "docs/forget-neurons": Page(
         "tail -n +2 ordinary.txt > others.txt; cp ordinary.txt calibration.txt\n"
         "sed 's/^prompt/caption/' targets.csv > suspects.csv\n"
         "cut -d, -f1 targets.csv | tail -n 1 | tr -d '\"' > memorized.txt\n"
@@ -100,10 +101,8 @@ save_file(sent, 'update.safetensors')" """,
     "docs/embedding-search": Page(
         replaced={"EDITED": "my-pipeline", "ORIGINAL": "my-pipeline", "--out": "--steps 2 --out"}
     ),
-    "docs/adapter-bank": Page(
-        "mkdir loras; cp -r my-loras/person-00000 loras/anna; cp -r my-loras/person-00001 loras/berta\n"
-    ),
-    "docs/weight-space": Page("cp -r my-loras loras", {"--components 1000": "--components 20"}),
+    "docs/adapter-bank": Page(),
+    "docs/weight-space": Page(),
     "docs/weight-space-use": Page(
         _BANK + _FACES + "cp my-loras/person-00017/*.safetensors stranger.safetensors\n"
         "cp -r my-loras/person-00018 style-lora\n"

@@ -202,25 +202,28 @@ def planned(netweight, words, work):
 
 
 def page(result):
-    """Return the table of docs/forget.md."""
+    """Return the table of docs/forget-pipelines.md, and sentences about commands that were run otherwise."""
     lines = [
-        "| command | minutes | processor minutes | largest memory, GB | `--plan`: minutes; GB |",
-        "|---" * 5 + "|",
+        "| command | minutes | processor minutes | memory, GB | planned minutes | planned memory, GB |",
+        "|---" * 6 + "|",
     ]
+    notes = []
     for name, each in result["commands"].items():
         plan = each["plan"]
-        planned_words = "–"
-        if "seconds" in plan:
-            memory = f"{plan['memory'] / 1e9:.1f}" if plan.get("memory") else "–"
-            planned_words = f"{plan['seconds'] / 60:.1f}; {memory}"
-        killed = f", killed after {each['killed_after_s']:.0f} s and continued" if each["killed_after_s"] else ""
-        twice = ", in two calls, since the first could not write its report" if each.get("calls") == 2 else ""
-        lines.append(
-            f"|`{name}`{killed}{twice}|{each['minutes']:.1f}|"
-            f"{each['processor_minutes']:.1f}|{each['peak_bytes'] / 1e9:.1f}|"
-            f"{planned_words}|"
-        )
-    return "\n".join(lines)
+        time = f"{plan['seconds'] / 60:.1f}" if "seconds" in plan else "–"
+        memory = f"{plan['memory'] / 1e9:.1f}" if plan.get("memory") else "–"
+        measured = f"{each['minutes']:.1f}|{each['processor_minutes']:.1f}|{each['peak_bytes'] / 1e9:.1f}"
+        lines.append(f"|`{name}`|{measured}|{time}|{memory}|")
+        if each["killed_after_s"]:
+            seconds = f"{each['killed_after_s']:.0f} seconds"
+            notes.append(
+                f"`{name}` was killed after {seconds} and continued by a second call. The figures are of both."
+            )
+        if each.get("calls") == 2:
+            notes.append(
+                f"`{name}` took two calls, since the first could not write its report. The figures are of both."
+            )
+    return "\n".join([*lines, *(f"\n{note}" for note in notes)])
 
 
 def main(
