@@ -93,6 +93,7 @@ save_file(sent, 'update.safetensors')" """,
         {"UNDEFENDED": "my-base", "MODEL": "my-model", "--card": "--card --minutes 1"},
     ),
     "docs/forget": Page(),
+    "docs/forget-pipelines": Page(),
     "docs/forget-neurons": Page(
         "tail -n +2 ordinary.txt > others.txt; cp ordinary.txt calibration.txt\n"
         "sed 's/^prompt/caption/' targets.csv > suspects.csv\n"
