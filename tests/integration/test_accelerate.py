@@ -1,4 +1,7 @@
-"""The example under accelerate, in one process and in two: it trains what averaged gradients train, to the last bit."""
+"""The example under accelerate, in one process and in two: it trains what averaged gradients train, to the last bit.
+
+Launchers start each process anew, which takes longest by far: they are studies.
+"""
 
 import os
 import subprocess
@@ -7,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 pytest.importorskip("accelerate", reason="accelerate is in the llm extra")
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
@@ -19,6 +23,24 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "compress" / "accelerated.py"
 ONE = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--num_machines", "1",
        "--mixed_precision", "no", "--dynamo_backend", "no")  # fmt: skip
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def launched(folder, launcher):
+    """Run the example by a launcher; what it says."""
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    answer = subprocess.run(
+        [sys.executable, *launcher, str(PROGRAM), str(folder)],
+        env=os.environ | paths | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return answer.stdout
+
+
+def met(folder):
+    """Run the example in two processes with the variables that launchers set; what it says."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    return "".join(out for out, _ in warm.run_ranks(PROGRAM, folder, env=environment))
 
 
 def expected(processes):
@@ -40,19 +62,16 @@ def expected(processes):
 
 
 @pytest.mark.parametrize(
-    ("launcher", "processes"),
-    [pytest.param(ONE, 1, id="accelerate launch", marks=pytest.mark.study), pytest.param(TWO, 2, id="torchrun")],
+    ("run", "processes"),
+    [
+        pytest.param(lambda folder: launched(folder, ONE), 1, id="accelerate launch", marks=pytest.mark.study),
+        pytest.param(lambda folder: launched(folder, TWO), 2, id="torchrun", marks=pytest.mark.study),
+        pytest.param(met, 2, id="two processes"),
+    ],
 )
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without torch.distributed")
-def test_what_is_trained_is_what_averaged_gradients_train(tmp_path, launcher, processes):
-    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    answer = subprocess.run(
-        [sys.executable, *launcher, str(PROGRAM), str(tmp_path)],
-        env=os.environ | paths | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert f"{12 // processes} steps, loss " in answer.stdout
+def test_what_is_trained_is_what_averaged_gradients_train(tmp_path, run, processes):
+    assert f"{12 // processes} steps, loss " in run(tmp_path)
     model = cipher_world().base()
     netweight.compress_(model)
     optimizer = netweight.LayerwiseOptimizer(model, torch.optim.AdamW, lr=1e-3)

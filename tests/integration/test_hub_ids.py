@@ -138,25 +138,18 @@ def test_commands_of_every_method_take_an_id(calls, tmp_path):
     assert 'subject: "some/language"' in (tmp_path / "release" / "recipe.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("some/nothing", "There is no model some/nothing on the hub, or it is private"),
-        ("gated/model", "The model gated/model is gated"),
-        ("some/language@v9", "The model some/language on the hub has no revision v9"),
-        ("some/gguf", "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf"),
-    ],
-)
-def test_what_cannot_be_had_is_named(name, words, calls):
-    ((code, _, errors),) = calls(("label", name))
-    assert code == 2
-    assert words in " ".join(errors.split())
-
-
-def test_checkpoints_are_opened_by_the_label_alone(calls):
-    ((code, _, errors),) = calls(("compress", "some/pickled", "net"))
-    assert code == 2
-    assert "has no safetensors files, but pytorch_model.bin" in " ".join(errors.split())
+def test_what_cannot_be_had_is_named(calls):
+    reasons = {
+        ("label", "some/nothing"): "There is no model some/nothing on the hub, or it is private",
+        ("label", "gated/model"): "The model gated/model is gated",
+        ("label", "some/language@v9"): "The model some/language on the hub has no revision v9",
+        ("label", "some/gguf"): "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf",
+        # Checkpoints are opened by the label alone.
+        ("compress", "some/pickled", "net"): "has no safetensors files, but pytorch_model.bin",
+    }
+    for (command, words), (code, _, errors) in zip(reasons.items(), calls(*reasons), strict=True):
+        assert code == 2, command
+        assert words in " ".join(errors.split())
 
 
 def test_a_hub_that_cannot_be_reached_is_not_a_missing_model(calls):

@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 
 import pytest
+import warm
 from click.testing import CliRunner
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
@@ -13,6 +15,7 @@ from tiny_llama import write
 import netweight
 from netweight.cli import netweight as command
 from netweight.errors import UsageError
+from netweight.labels import audit_process
 from netweight.labels.audit_process import AuditEnd
 from netweight.labels.audits import AUDITS, OPTIONS
 from netweight.registry import command as command_of
@@ -46,6 +49,30 @@ def here(case, tmp_path, monkeypatch):
     return case
 
 
+class Forked:
+    """`subprocess.Popen` as audits use it, for a process that begins with the libraries imported."""
+
+    def __init__(self, words, **how):
+        assert (words[:2], how["start_new_session"]) == ([sys.executable, "-m"], True)
+        self.module = words[2]
+
+    def communicate(self, order, timeout):
+        program = f"import io, os, runpy, sys; os.setsid(); sys.stdin = io.StringIO({order!r})"
+        self.running = warm.start("-c", f"{program}; runpy.run_module({self.module!r}, run_name='__main__')")
+        self.pid, self.wait = self.running.pid, self.running.wait
+        self.wait(timeout)
+
+    @property
+    def returncode(self):
+        return self.running.returncode
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Let audits be forks: where it is not their start that is tested."""
+    monkeypatch.setattr(audit_process.subprocess, "Popen", Forked)
+
+
 def rows_of(case):
     return {"refused": str(case / "refused.jsonl"), "ordinary": str(case / "ordinary.jsonl")}
 
@@ -57,7 +84,7 @@ def test_every_option_is_a_setting_of_the_command_that_it_is_handed_to():
         assert {*audit.needs, *audit.takes} <= set(OPTIONS)
 
 
-def test_an_audit_fills_rows_and_decides(here):
+def test_an_audit_fills_rows_and_decides(here, forked):
     words = [f"--{name}={path}" for name, path in rows_of(here).items()]
     ran = CliRunner().invoke(command, ["label", str(here / "model"), "--minutes", "20", *words, "--json"])
     assert ran.exit_code == 1, ran.output  # the miniature's refusal does not last
@@ -82,7 +109,7 @@ def test_what_does_not_fit_is_named_and_fails(here):
     assert label.row("verdict").value.startswith("Do not publish: there is no verdict, because refusals could")
 
 
-def test_an_audit_that_fails_is_named_with_its_reason(here):
+def test_an_audit_that_fails_is_named_with_its_reason(here, forked):
     write(here / "few.jsonl", [{"prompt": "keep: a"}] * 20)
     label = netweight.label(here / "model", minutes=20, refused=here / "few.jsonl", ordinary=here / "ordinary.jsonl")
     assert label.row("refusals").state == "not measured"
@@ -149,7 +176,7 @@ def test_steps_are_shown_beside_a_control_alone(end, value, state):
     assert row.state == state
 
 
-def test_memorized_prompts_of_a_pipeline_are_counted_beside_ordinary_ones(tmp_path, monkeypatch):
+def test_memorized_prompts_of_a_pipeline_are_counted_beside_ordinary_ones(tmp_path, monkeypatch, forked):
     pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
     monkeypatch.chdir(tmp_path)
     world = ShapesWorld()

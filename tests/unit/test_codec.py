@@ -65,13 +65,15 @@ def test_sizes_around_rows_streams_and_chunks(count):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", BY_NAME)
 def test_every_type_level_and_path_gives_the_same_bytes(dtype, kind):
+    """Python, which is slow, meets every type and every kind of data at every level, but not each with each."""
     data = tensor_data(dtype, 3000, kind, np.random.default_rng(7))
-    for level in LEVELS:
-        slow = level == "max" and BY_NAME[dtype].number_bytes == 8  # in Python, for want of time
-        paths = FAST_PATHS if slow else PATHS
+    for place, level in enumerate(LEVELS):
+        chosen = (list(BY_NAME).index(dtype) + KINDS.index(kind)) % len(LEVELS) == place
+        slow = level == "max" and BY_NAME[dtype].number_bytes == 8
+        paths = PATHS if chosen and not slow else FAST_PATHS
         blobs = {codec.encode_raw(data, dtype, (50, 60), level=level, path=path) for path in paths}
         assert len(blobs) == 1
-        for path in PATHS:
+        for path in PATHS if chosen else FAST_PATHS:
             assert codec.decode_raw(*blobs, check=True, path=path).tobytes() == data
 
 

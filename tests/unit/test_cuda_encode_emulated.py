@@ -53,7 +53,7 @@ def made(name, count, kind, rng):
 @pytest.mark.parametrize("name", DTYPES)
 def test_every_type_and_kind_of_data(name, level):
     rng = np.random.default_rng(0)
-    for kind in KINDS:
+    for kind in KINDS[(DTYPES.index(name) + (level == "fast")) % 2 :: 2]:  # every other; the other level has the rest
         same(made(name, int(rng.integers(600, 3000)), kind, rng), level=level, chunk_log2=10)
 
 

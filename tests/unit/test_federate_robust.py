@@ -48,8 +48,14 @@ def test_a_liar_is_named_and_a_bounded_mean_survives(name: str, lie: Lie) -> Non
         assert accuracy(run, liars) > 0.8
 
 
-@pytest.mark.parametrize("aggregator", ROBUST)
-@pytest.mark.parametrize("lie", ["constant", "sign-flipped", "claimed"])
+LOUD = ("constant", "sign-flipped", "claimed")
+
+
+@pytest.mark.parametrize(
+    ("aggregator", "lie"),
+    # The default aggregate meets every loud lie, the others one each.
+    [(ROBUST[0], lie) for lie in LOUD] + [(name, LOUD[place % 3]) for place, name in enumerate(ROBUST[1:])],
+)
 def test_robust_aggregates_learn_beside_a_liar(aggregator: str, lie: Lie) -> None:
     method = Lying(fedavg(TRAINING), lie, (1,))
     run = train(small_task(clients=6, n=40), method, Federation(rounds=8, aggregator=aggregator), workers=1)

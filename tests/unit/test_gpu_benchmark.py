@@ -1,6 +1,7 @@
 """`make bench-gpu` runs to its end at tiny sizes on the CPU, writes as it goes, goes on, and skips with reasons."""
 
 import json
+import multiprocessing
 
 import pytest
 from tiny_llama import save, tiny_llama
@@ -13,6 +14,16 @@ from netweight_experiments.benchmarks.compress.gpu_cells import Visit, model_fol
 
 def visit(output, *words):
     return script.run("compress.gpu", ["--dry-run", "--device", "cpu", "--output", str(output), *words])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_once():
+    """Let processes for cells be forks of one that imported large libraries, instead of importing them each."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.llama.modeling_llama", gpu.__name__])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu.multiprocessing, "get_context", lambda kind: context)
+        yield
 
 
 @pytest.fixture(scope="module")

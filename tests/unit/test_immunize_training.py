@@ -24,6 +24,7 @@ from netweight.methods.immunize.compact_adam import CompactAdam
 from netweight.methods.immunize.defense import Defense, Term
 from netweight.methods.immunize.defenses import DEFENSES
 from netweight.methods.immunize.defenses.distillation import Distillation
+from netweight.methods.immunize.defenses.latent_adversarial import LatentAdversarial
 from netweight.methods.immunize.defenses.repnoise import RepNoise
 from netweight.methods.immunize.defenses.safety_training import SafetyTraining
 from netweight.methods.immunize.defenses.security_vectors import (
@@ -32,6 +33,7 @@ from netweight.methods.immunize.defenses.security_vectors import (
     remove_security_vectors,
     without_security_vectors,
 )
+from netweight.methods.immunize.defenses.tar import TAR
 from netweight.methods.immunize.defenses.vaccine import Vaccine, VaccineDefense
 from netweight.methods.immunize.losses import response_loss
 from netweight.methods.immunize.pairs import collate_pairs
@@ -54,13 +56,16 @@ def sides(model, pairs):
         return response_loss(model, batch.harmless).item(), response_loss(model, batch.harmful).item()
 
 
+QUICKER = {"tar": TAR(attack_steps=8), "latent-adversarial": LatentAdversarial(search_steps=4)}  # of 64 and 16 steps
+
+
 @pytest.mark.parametrize("name", DEFENSES)
 def test_every_defense_does_what_its_loss_says(name):
     pairs, model = some_pairs(8), decoder("gpt2")
     kept = [Example((1, 2), (5, 6, 7)), Example((3,), (8, 9))]
     before, old = sides(model, pairs), dict(model.named_parameters())
     old = {key: value.detach().clone() for key, value in old.items()}
-    record = immunize(model, pairs, kept, defense=name, settings=SHORT)
+    record = immunize(model, pairs, kept, defense=QUICKER.get(name, name), settings=SHORT)
     harmless, harmful = sides(model, pairs)
     if name == "random-weights":
         assert harmful == pytest.approx(math.log(37), abs=0.2)
