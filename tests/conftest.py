@@ -29,14 +29,27 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
 # Files that take longest: begun first, so that none is left to one process at the end.
 LONG = (
-    "test_tour.py", "test_flower_deployment.py", "test_wheel.py", "test_immunize_processes.py", "test_autoload.py",
-    "test_recipe_forget.py", "test_diffusers_compressed.py", "test_codec.py", "test_start_here_page.py",
-    "test_ray_engine.py", "test_compress_interrupted.py", "test_init_command.py", "test_publish_command.py",
-    "test_space_view_live.py", "test_report_in_a_browser.py", "test_refusal_inputs.py", "test_reproduce_inference.py",
-    "test_release_recipes.py", "test_flower_apps.py", "test_differences.py", "test_face_bank.py",
-    "test_pipeline_snapshots.py", "test_forget_edits.py", "test_federate_audit.py", "test_attack_search.py",
-    "test_cuda_compiling.py",
+    "test_tour.py", "test_immunize_processes.py", "test_recipe_forget.py", "test_wheel.py", "test_autoload.py",
+    "test_flower_deployment.py", "test_start_here_page.py", "test_refusal_inputs.py", "test_compress_interrupted.py",
+    "test_label_audits.py", "test_immunize_training.py", "test_diffusers_compressed.py", "test_federate_robust.py",
+    "test_hub_ids.py", "test_attack_finetune_command.py", "test_trainer.py", "test_transformers_compressed.py",
+    "test_forget_edits.py", "test_forget_pipelines.py", "test_codec.py", "test_flower_apps.py", "test_lora_namings.py",
+    "test_pipeline_snapshots.py", "test_attack_search.py", "test_federate_audit.py", "test_release_recipes.py",
+    "test_hostile_files.py", "test_init_command.py", "test_label_in_a_browser.py", "test_federate_buffers.py",
+    "test_privacy_account.py", "test_cuda_compiling.py", "test_reproduce_hyperfl.py", "test_federate_engine.py",
+    "test_forget_plan.py", "test_ray_engine.py", "test_quiet_libraries.py",
 )  # fmt: skip
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Collect no garbage while test files are imported, and leave out what they imported afterwards."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items):

@@ -88,7 +88,9 @@ def test_without_compressed_models_nothing_else_is_imported(place):
     assert printed == ["['netweight']"], errors
 
 
-@pytest.mark.parametrize("switch", ["NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"])
+@pytest.mark.parametrize(
+    "switch", ["NETWEIGHT_AUTOLOAD", pytest.param("TORCH_DEVICE_BACKEND_AUTOLOAD", marks=pytest.mark.study)]
+)
 def test_it_can_be_switched_off_and_done_by_hand(place, switch):
     printed, errors = run(place, TRANSFORMERS, **{switch: "0"})
     assert not printed

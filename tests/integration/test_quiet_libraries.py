@@ -28,7 +28,10 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("program", [HERE, IN_WORKER], ids=["here", "in a worker"])
+# In a worker the same function is called by the import of its module, and what it does must be inherited.
+@pytest.mark.parametrize(
+    "program", [pytest.param(HERE, id="here", marks=pytest.mark.study), pytest.param(IN_WORKER, id="in a worker")]
+)
 def test_imports_of_libraries_write_nothing(program, tmp_path):
     installed = [name for name in LIBRARIES if find_spec(name.partition(".")[0]) is not None]
     file = tmp_path / "program.py"

@@ -1,5 +1,6 @@
 """The command line's conventions: exit codes, where messages go, JSON for machines."""
 
+import functools
 import json
 import logging
 import re
@@ -25,16 +26,22 @@ def call():
     return invoke
 
 
+@functools.cache
+def help_of(name):
+    """The answer to `netweight NAME --help`, which several tests read."""
+    return CliRunner().invoke(cli.netweight, [*name.split(), "--help"])
+
+
 EVERY = [*(name for name in cli.OWN if name != "publish"), *commands(), "space", "forget", "federate", "attack"]
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_command_exists_and_has_help(call, name):
-    answer = call(*name.split(), "--help")
+def test_every_command_exists_and_has_help(name):
+    answer = help_of(name)
     assert answer.exit_code == 0
     assert answer.stdout.startswith(f"Usage: netweight {name}")
     if name in commands() and " " not in name:
-        assert " ".join(commands()[name].line.split()) in " ".join(call("--help").stdout.split())
+        assert " ".join(commands()[name].line.split()) in " ".join(help_of("").stdout.split())
 
 
 @pytest.mark.parametrize("name", list(commands()))
@@ -59,9 +66,9 @@ def test_the_help_lists_what_needs_another_package_only_where_it_is_there(call, 
 
 
 @pytest.mark.parametrize("name", ["", *(name for name in EVERY if name != "benchmark")])  # for clones, as its help says
-def test_the_help_names_no_file_that_an_installation_lacks(call, name):
+def test_the_help_names_no_file_that_an_installation_lacks(name):
     """A wheel holds no pages; and the sentences of lists are whole."""
-    shown = call(*name.split(), "--help").stdout
+    shown = help_of(name).stdout
     assert not re.search(r"\bdocs/\S+", shown)
     assert not re.search(r"[a-z,]\.\.\.$", shown, re.M)
 

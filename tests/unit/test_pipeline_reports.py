@@ -55,6 +55,11 @@ def shards(folder, names, ending="safetensors", index=None):
     (folder / "unet" / index).write_text(json.dumps({"metadata": {}, "weight_map": table}))
 
 
+@pytest.fixture(autouse=True)
+def fast_anchors(two_step_anchors):
+    """No test here looks at how well an edit works."""
+
+
 def edit(folder, tmp_path):
     """Edit a folder, undo it, and return the names of files that the edit changed; undoing restores all."""
     (tmp_path / "ordinary.txt").write_text("\n".join(ORDINARY))
