@@ -133,15 +133,27 @@ def test_settings_of_other_defenses_are_set_too_and_only_theirs(case, tmp_path):
     assert (answer.exit_code, refused) == (2, True)
 
 
+KILLED = """
+import os, signal, sys
+from netweight.methods.immunize import train as training
+steps, step = [], training._Training._step
+def counted(self):
+    steps.append(1)
+    if len(steps) == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self)
+training._Training._step = counted
+from netweight.cli import main
+main(sys.argv[1:])
+"""
+
+
 def test_the_same_command_goes_on_where_it_was_killed(case, tmp_path):
     more = ("--epochs", "3", "--checkpoint-every", "4")
     assert call(case, tmp_path / "whole", *more).exit_code == 0
-    killed = warm.start("-m", "netweight", *arguments(case, tmp_path / "parts", *more))
-    checkpoint = tmp_path / ".parts.netweight-part" / "immunize.net.safetensors"
-    while not checkpoint.exists():
-        assert killed.poll() is None, "it ended before its first checkpoint"
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed = warm.run("-c", KILLED, *arguments(case, tmp_path / "parts", *more))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / ".parts.netweight-part" / "immunize.net.safetensors").exists()
     assert not (tmp_path / "parts").exists()
     assert call(case, tmp_path / "parts", *more).exit_code == 0
     names = ("model.safetensors", "tokenizer.json", "config.json")

@@ -39,7 +39,7 @@ def test_only_the_run_is_timed():
 
     cases = [Case("free", lambda _: Slow(), lambda: time.sleep(0.01)), Case("wait", lambda _: time.sleep(0.02))]
     samples = interleave(cases, repeats=3, seed=0, steady=0)
-    assert max(samples["free"].wall) < 0.01
+    assert min(samples["free"].wall) < 0.01  # the others may have waited for the processor
     assert min(samples["wait"].wall) >= 0.02
     assert max(samples["wait"].cpu) < 0.02
 
