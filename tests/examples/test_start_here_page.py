@@ -20,8 +20,6 @@ QUICKER = {
     "--images 1": "--no-audit --epochs 1",
     "--retain retain.jsonl": "--retain retain.jsonl --epochs 1",
     "--max-steps 40": "--max-steps 2 --threshold 0.5 --seeds 1",
-    "--out found": "--out found --seeds 4",
-    "--out neurons": "--out neurons --seeds 4",
 }
 
 
