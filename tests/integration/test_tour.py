@@ -44,8 +44,7 @@ def toured(tmp_path_factory):
     assert "The same command continues from there" in re.sub(r"\s+", " ", warned)
     assert "federate (done by an earlier run)" in said
     assert not (out / "report.html").exists()
-    # In one process, since others import everything anew; chapters at once are tested in test_recipes.py.
-    finished = start("--out", out, "--jobs", 1, "--json")
+    finished = start("--out", out, "--jobs", 2, "--json")
     text, errors = finished.communicate(timeout=400)
     assert finished.returncode in (0, 1), errors  # so little work may miss a target
     return out, json.loads(text)
