@@ -2,7 +2,9 @@
 
 import json
 import math
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import warm
@@ -70,7 +72,7 @@ class Forked:
 @pytest.fixture
 def forked(monkeypatch):
     """Let audits be forks: where it is not their start that is tested."""
-    monkeypatch.setattr(audit_process.subprocess, "Popen", Forked)
+    monkeypatch.setattr(audit_process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": Forked}))
 
 
 def rows_of(case):

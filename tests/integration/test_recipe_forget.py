@@ -24,7 +24,7 @@ WORLD = ShapesWorld()
 LOOK = "images: 2, guidance: 3, steps: 4"
 NEURONS = f"method: neurons, neurons: {{seeds: 3, steps: 5}}, {LOOK}"
 MISSED = (1,)  # pictures of the tiny edit are told from others by their errors, so that the audit of membership fails
-SEARCH = "{steps: 2, restarts: 1, draws: 2, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
+SEARCH = "{steps: 1, restarts: 1, draws: 1, images: 1, guidance: 3, generation_steps: 4, threshold: 0.99}"
 
 
 def write_tables(folder):
