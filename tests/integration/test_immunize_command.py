@@ -192,7 +192,10 @@ def test_bad_input_is_named_before_anything_is_written(case, tmp_path):
         ["immunize", str(case / "model"), str(tmp_path / "x"), "--pairs", str(tmp_path / "unpaired.jsonl")],
     )
     assert (empty.exit_code, "line 1" in empty.output) == (2, True)
+    harmful = [{"prompt": row["prompt"], "response": f" {row['rejected']}"} for row in PAIRS[:3]]
+    write(case / "both.jsonl", [*KEPT, *harmful])
     for more, words in (
+        (("--retain", case / "both.jsonl"), f"3 of the {len(KEPT) + 3} rows of --retain are harmful answers of"),
         (("--defense", "repnoize"), "repnoise"),
         (("--defense", "security-vectors"), "cannot be written into a folder"),
         (("--freeze", "3-4"), "There are no layers '3-4'"),

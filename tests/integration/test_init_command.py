@@ -122,7 +122,7 @@ def test_the_plan_says_what_a_run_will_take(here):
             "is an encoder-decoder",
         ),
         ("ViTModel", {"model_type": "vit", "architectures": ["ViTModel"]}, "is of the family 'vit'"),
-        ("LlamaForCausalLM", None, "has no tokenizer"),
+        ("odd", None, "tokenizer"),
         ("LlamaModel", {"model_type": "llama", "architectures": ["LlamaModel"]}, "does not generate text"),
         (
             "gptq",

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from netweight.cli import netweight
 from netweight.errors import MissingExtra
-from netweight.hf.load_language_model import llama2c_tokenizer
+from netweight.hf.llama2c_tokenizer import llama2c_tokenizer
 from netweight_experiments.tables import run_table
 from netweight_experiments.tables.neuzip import inference as neuzip_inference
 from netweight_experiments.tables.neuzip import inference_runs as inference_subjects

@@ -210,6 +210,7 @@ def test_templates_stand_around_the_text(tokenizer):
         ({"prompt": "a", "chosen": "b", "rejected": " \n"}, "rejected is empty"),
         ({"prompt": "", "chosen": "b", "rejected": "c"}, "prompt is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both answers are the same"),
+        ({"prompt": "a", "chosen": "b c", "rejected": " b\n c "}, "both answers are the same"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is neither text nor messages"),
         ({"prompt": [], "chosen": "c", "rejected": "b"}, "prompt is empty or contains an empty message"),
         ({"prompt": [{"role": "user"}], "chosen": "c", "rejected": "b"}, "prompt is neither text nor messages"),
@@ -421,3 +422,13 @@ def test_decoding_trust_as_published(tmp_path, tokenizer):
     rows[0]["prompt"]["text"] = ""
     with pytest.raises(UsageError, match="row 0: prompt contains no text"):
         public.decoding_trust(rows)
+
+
+def test_pairs_that_repeat_each_other_are_counted():
+    notes = []
+    rows = [{"prompt": "a", "chosen": "no", "rejected": f"yes{' ' * (number % 3)}"} for number in range(9)]
+    rows.append({"prompt": "b", "chosen": "no", "rejected": "yes"})
+    assert len(text.text_pairs(rows, report=notes.append)) == 10
+    assert "Only 2 of the 10 pairs" in notes[0]
+    text.text_pairs(rows[:1] + rows[-1:], report=notes.append)
+    assert len(notes) == 1

@@ -13,7 +13,9 @@ import chat_models
 import transformers
 
 from netweight.errors import NetweightError, UsageError
+from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_outputs, check_tokens, load_causal_lm
+from netweight.hf.load_tokenizer import load_tokenizer
 
 
 def save(folder, kind):
@@ -47,8 +49,27 @@ def test_other_models_are_refused_by_name_in_one_line(tmp_path, kind, reason):
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     chat_models.llama(chat_models.chatml()).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match=r"has no tokenizer: none of .* Copy the tokenizer's files"):
+    with pytest.raises(UsageError, match=r"with its tokenizer: .* Copy the tokenizer's files"):
         load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "opt", "gpt_neox", "gemma3_text", "mistral"])
+def test_an_empty_tokenizer_that_transformers_makes_up_for_missing_files_is_refused(tmp_path, family):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    with pytest.raises(UsageError, match="tokenizer") as error:
+        load_tokenizer(tmp_path)
+    assert "Copy the tokenizer's files" in str(error.value)
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary_file(tmp_path):
+    tokens = transformers.ByT5Tokenizer()
+    chat_models.llama(tokens, rows=len(tokens)).save_pretrained(tmp_path)
+    tokens.save_pretrained(tmp_path)
+    assert {each.name for each in tmp_path.glob("*token*")} <= {"tokenizer_config.json", "added_tokens.json"}
+    check_language_model(tmp_path)
+    model, tokenizer = load_causal_lm(tmp_path)
+    check_tokens(model, tokenizer, [tokenizer("Größe")["input_ids"]])
+    assert len(tokenizer("Größe", add_special_tokens=False)["input_ids"]) == 7
 
 
 def test_a_padding_token_without_a_row_is_replaced_and_other_new_tokens_are_refused_where_rows_hold_them(tmp_path):
@@ -130,7 +151,7 @@ CHANGES = {
     ),
     "a damaged tokenizer": ({"files": {"tokenizer.json": b"{"}}, r"tokenizer\.json cannot be read"),
     "a tokenizer without vocabulary": ({"files": {"tokenizer.json": b'{"version": "1.0"}'}}, "cannot be opened as a"),
-    "the settings of a tokenizer alone": ({"files": {"tokenizer.json": None}}, "has no tokenizer: none of"),
+    "the settings of a tokenizer alone": ({"files": {"tokenizer.json": None}}, "with its tokenizer: "),
 }  # fmt: skip
 
 

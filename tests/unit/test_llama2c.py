@@ -5,10 +5,14 @@ import struct
 
 import pytest
 
-from netweight.errors import Unsupported
-from netweight.hf.load_language_model import find_llama2c, llama2c_pieces, llama2c_tokenizer
+from netweight.errors import Unsupported, UsageError
+from netweight.hf.llama2c_tokenizer import llama2c_pieces, llama2c_tokenizer
+from netweight.hf.load_tokenizer import load_tokenizer
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
+
+import chat_models
+
 SENTENCES = [
     "Once upon a time, there was a little girl named Lily.",
     "  two  spaces, a tab\tand\nnew lines\n\n",
@@ -59,7 +63,7 @@ def test_a_small_vocabulary_is_split_as_by_hand(tmp_path):
 
 
 def test_a_published_vocabulary_is_split_as_by_hand(data_folder):
-    file = find_llama2c(data_folder / "weights" / "stories260K_hf")
+    (file,) = (data_folder / "weights" / "stories260K_hf").glob("tok*.bin")
     pieces, made = llama2c_pieces(file), llama2c_tokenizer(file)
     assert len(made) == len(pieces) == 512
     for text in SENTENCES:
@@ -79,8 +83,10 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
 
 
 def test_a_folder_with_a_tokenizer_of_its_own_keeps_it(tmp_path):
-    assert find_llama2c(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UsageError, match="cannot be opened as a model with its tokenizer"):
+        load_tokenizer(tmp_path)
     write(tmp_path / "tok512.bin", vocabulary([]))
-    assert find_llama2c(tmp_path) == tmp_path / "tok512.bin"
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert find_llama2c(tmp_path) is None
+    assert len(load_tokenizer(tmp_path)) == 259
+    chat_models.chatml().save_pretrained(tmp_path)
+    assert len(load_tokenizer(tmp_path)) > 259

@@ -2,6 +2,8 @@
 
 from types import SimpleNamespace
 
+import pytest
+
 from netweight.attacks.refusal.measurement import Refusal, Score
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit
@@ -26,3 +28,18 @@ def test_of_edits_that_leave_as_many_refusals_the_one_marked_as_the_best_is_name
     assert findings["share of the refusals left by the best edit"].detail["edit"] == "directions: of block 2"
     assert "(directions, of block 2)" in section.conclusion
     assert [row[1] for row in section.tables[0].rows if row[2] == "yes"] == ["of block 2"]
+
+
+@pytest.mark.parametrize(("refused_ordinary", "left", "value"), [(0.75, 4, None), (0.75, 1, 0.25), (0.25, 4, 1.0)])
+def test_a_model_that_refuses_ordinary_prompts_as_well_is_not_said_to_withstand_edits(
+    tmp_path, refused_ordinary, left, value
+):
+    for name in ("refused", "ordinary"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
+    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), Score(0.4, 0.05), measured(left))]
+    section = refusal_section(measured(4), edits, settings, seed=0, refused_ordinary=refused_ordinary)
+    finding = next(each for each in section.findings if each.target is not None)
+    assert finding.value == value
+    assert section.outcome == ("holds" if value == 1.0 else "broken")
+    assert ("also refuses 75% of the ordinary prompts" in str(finding.detail)) == (value is None)

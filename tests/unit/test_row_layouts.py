@@ -170,6 +170,11 @@ def test_missing_columns_are_named_with_an_option_as_the_cure(rows, cure):
         text_examples(rows)
 
 
+def test_rows_that_were_tokenized_already_are_named_as_such():
+    with pytest.raises(UsageError, match=r"contains token ids \(input_ids\) .*Give the rows as text"):
+        text_examples([{"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [1, 2]}])
+
+
 def test_conversations_that_do_not_end_with_an_answer_are_no_examples():
     for messages in (turns(("user", ASKED)), turns(("user", ASKED), ("assistant", SAID), ("user", "Why?"))):
         with pytest.raises(UsageError, match="does not end with an assistant's turn"):

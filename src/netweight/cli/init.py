@@ -10,16 +10,19 @@ from collections.abc import Iterable, Mapping
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
+from typing import Any
 
 import click
+import yaml
 
 from netweight.cli import OUTPUT_FOLDER, GroupedCommand, Output, output_option
 from netweight.core.files import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
 from netweight.hf.families import check_language_model
-from netweight.labels.ingredients import chat_template
+from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.recipes import recipe_schema
+from netweight.registry import Command, known_attacks, known_methods
 from netweight.report.report import write_text
 from netweight.tour import write_ciphers, write_pictures
 
@@ -63,7 +66,7 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
     _refuse_taken(folder, ("my-model", "pairs.jsonl", *recipes))  # before the work; all other names after it
     with tempfile.TemporaryDirectory(prefix=".netweight-init-", dir=folder) as made:
         name = None if model is None else _name_of_subject(str(subject), model)
-        chat = model is not None and model.is_dir() and chat_template(model) is not None
+        chat = model is not None and (use or _use_of(model)) == "immunize" and bool(load_tokenizer(model).chat_template)
         rows = _write_all(Path(made), recipes, name, chat=chat)
         names = _move_into(Path(made), folder)
     first = f"netweight run {'quickstart.yaml' if model is None else 'recipe.yaml'} --plan"
@@ -95,15 +98,33 @@ def _write_all(
     for name, each in recipes.items():
         text = each.read_text(encoding="utf-8")
         if subject is not None:
-            own = json.dumps(subject, ensure_ascii=False)
-            text = "\n".join(f"subject: {own}" if line.startswith("subject: ") else line for line in text.split("\n"))
-            for start in _CHAT if chat else ():
-                text = text.replace(start, f"{{chat: true, {start[1:]}")
+            text = _of_subject(text, subject, chat=chat)
             if rows:
                 text += _PLACEHOLDERS + "".join(f"  {row}: {digest}\n" for row, digest in rows.items())
         write_text(folder / name, text)
     write_text(folder / "recipe.schema.json", json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n")
     return rows
+
+
+def _of_subject(recipe: str, subject: str, *, chat: bool) -> str:
+    """Return a recipe with another subject; with `chat`, every step that has this setting gets it.
+
+    The recipe is parsed to find the places, and its comments stay.
+    """
+    entries: dict[str, Command[Any]] = {**known_methods(), **known_attacks()}
+    changes: list[tuple[int, int, str]] = []
+    for key, value in yaml.compose(recipe).value:
+        if key.value == "subject":
+            changes.append((value.start_mark.index, value.end_mark.index, json.dumps(subject, ensure_ascii=False)))
+        elif chat and key.value in ("treatments", "attacks"):
+            steps = [step for entry in value.value if isinstance(entry, yaml.MappingNode) for step in entry.value]
+            for verb, settings in steps:
+                kind = entries[verb.value].settings_class
+                if kind is not None and "chat" in kind.model_fields:
+                    changes.append((settings.start_mark.index, settings.start_mark.index + 1, "{chat: true, "))
+    for start, end, text in sorted(changes, reverse=True):
+        recipe = recipe[:start] + text + recipe[end:]
+    return recipe
 
 
 def _name_of_subject(subject: str, model: Path) -> str:
@@ -127,7 +148,6 @@ def _move_into(made: Path, folder: Path) -> list[str]:
 
 
 _ROWS = (".jsonl", ".csv", ".txt")
-_CHAT = ("{pairs: ", "{harmful: ")  # how settings begin that take prompts for a language model
 _PLACEHOLDERS = """
 # Files that show the format, with their digests. The recipe does not run before you replace them by your own data.
 placeholders:

@@ -104,13 +104,29 @@ def text_pairs(
             for reason in error.reasons:
                 errors.add(row.where, reason)
             continue
-        if chosen == rejected:
+        if visible_text(chosen) == visible_text(rejected):
             errors.add(row.where, "both answers are the same")
         labels = categories(row, errors)
         if row.where not in errors.by_row:
             pairs.append(TextPair(prompt, chosen, rejected, labels, rows.name, row.where))
     errors.settle(unusable, len(rows.rows), report)
+    different = len({(visible_text(each.prompt), visible_text(each.rejected)) for each in pairs})
+    if 2 * different < len(pairs):
+        report(
+            f"Only {different} of the {len(pairs)} pairs of {rows.name} differ in prompt or harmful answer. The rest "
+            "repeat them, so they teach a defense little."
+        )
     return pairs
+
+
+def visible_text(text: Text) -> str:
+    """Return a text, or the turns of a conversation as one text, without differences of white space.
+
+    Args:
+        text: A text or a conversation.
+    """
+    turns = [text] if isinstance(text, str) else [f"{turn['role']} {turn['content']}" for turn in text]
+    return " ".join(" ".join(turns).split())
 
 
 def _layout(rows: Rows, columns: Mapping[str, str] | None) -> Layout:
@@ -323,11 +339,19 @@ def _given_columns(names: Sequence[str], given: Mapping[str, str] | None) -> dic
     return dict(given or {})
 
 
+_TOKENS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # columns of rows without text
+
+
 def _need(rows: Rows, layout: Layout, parts: Iterable[str]) -> None:
     """Refuse a source that lacks the column of a part; the cure is an option of commands, and Python's."""
     for part in parts:
         by = f"--columns {part}=NAME, or columns={{{{{part!r}: ...}}}} in Python"
         if not layout.has(part):
+            if tokens := [name for name in rows.columns if name in _TOKENS]:
+                raise UsageError(
+                    f"{rows.name} contains token ids ({', '.join(tokens)}) and no column {part!r}.",
+                    cure="Give the rows as text, as they were before they were tokenized.",
+                )
             rows.need(part, by=by)
         elif part in layout.columns:
             rows.need(layout.columns[part], by=by)

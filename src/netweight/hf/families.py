@@ -10,16 +10,11 @@ from typing import Any
 from netweight.autoload import HINT, METHOD
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
+from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.store.safetensors import read_header
 from netweight.store.shards import refuse_missing_shards
 
-# Any of these makes a tokenizer of transformers; tokenizer_config.json alone holds no vocabulary.
-_TOKENIZERS = (
-    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
-    "tekken.json",
-)  # fmt: skip
 _GENERATES = ("CausalLM", "LMHead", "ForConditionalGeneration", "ForVision2Seq", "ForImageTextToText")
-_CONFIGURATIONS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
 
 def family_of(folder: str | Path) -> str:
@@ -34,7 +29,7 @@ def family_of(folder: str | Path) -> str:
 
 
 def check_language_model(folder: str | Path) -> None:
-    """Refuse what is not a decoder language model with its tokenizer; configurations and headers of weights are read.
+    """Refuse what is not a decoder language model with its tokenizer; no weight is read, only their files' headers.
 
     Raises:
         UsageError: There is no config.json, it cannot be read, there is no tokenizer, or the family has no use
@@ -65,7 +60,7 @@ def check_language_model(folder: str | Path) -> None:
     check_generates(folder, config)
     check_quantization(folder, config)
     check_weight_files(folder)
-    check_tokenizer(folder, name)
+    load_tokenizer(folder)
 
 
 def check_generates(folder: Path, config: Mapping[str, Any]) -> None:
@@ -128,33 +123,6 @@ def check_quantization(folder: Path, config: Mapping[str, Any]) -> None:
             cure="Give the model from before its quantization, in fp32, bf16 or fp16, or write it so once: "
             "model.dequantize(), then model.save_pretrained(NEW) without quantization_config.",
         )
-
-
-def check_tokenizer(folder: Path, name: str) -> None:
-    """Refuse a folder without a tokenizer, or with damaged configurations, before anything is loaded.
-
-    Args:
-        folder: A model's folder.
-        name: The model's architecture, for messages.
-
-    Raises:
-        UsageError: No file holds a vocabulary, or a configuration is not JSON; transformers would take its defaults for
-            a damaged generation_config.json.
-    """
-    if not any((folder / file).is_file() for file in _TOKENIZERS) and len(list(folder.glob("tok*.bin"))) != 1:
-        raise UsageError(
-            f"{folder} ({name}) has no tokenizer: none of {', '.join(_TOKENIZERS[:4])} … is there.",
-            cure="Copy the tokenizer's files into the folder.",
-        )
-    for file in (folder / each for each in _CONFIGURATIONS):
-        try:
-            whole = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
-            reason = "it is not a JSON object"
-        except (OSError, ValueError) as error:
-            whole, reason = False, str(error)
-        if not whole:
-            remove = ", or remove it, so that config.json counts alone" * (file.name == _CONFIGURATIONS[0])
-            raise UsageError(f"{file} cannot be read: {reason}.", cure=f"Restore it{remove}.")
 
 
 def model_config(folder: str | Path) -> dict[str, Any]:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import json
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,14 +30,14 @@ from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
 from netweight.hf.families import (
     check_generates,
     check_quantization,
-    check_tokenizer,
     check_weight_files,
     model_config,
 )
+from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -89,25 +87,18 @@ def _opened(
         import transformers
     config = model_config(folder)
     _check_kind(folder, config, what, causal=loader == "AutoModelForCausalLM")
+    tokenizer = load_tokenizer(folder)
     check_weight_files(folder)
     compressed = bool(config.get("quantization_config"))
-    cure = "Check that config, weights and tokenizer files are all there, or fetch the model again."
-    with opening(folder, f"{what} with its tokenizer", cure=cure), silent_bars():
+    cure = "Check that config and weights are all there, or fetch the model again."
+    with opening(folder, what, cure=cure), silent_bars():
         if compressed:
             open_compressed_with("transformers")
         model, loaded = getattr(transformers, loader).from_pretrained(
             folder, local_files_only=True, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True,
             output_loading_info=True,
         )  # fmt: skip
-        tokens = find_llama2c(folder)
-        tokenizer = (
-            transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            if tokens is None
-            else llama2c_tokenizer(tokens)
-        )
     refuse_missing_weights(folder, loaded, what)
-    if not tokenizer.chat_template and (template := _template_beside(folder)):
-        tokenizer.chat_template = template
     if compressed:
         import netweight
 
@@ -115,25 +106,12 @@ def _opened(
     return model.eval(), tokenizer
 
 
-def _template_beside(folder: Path) -> str:
-    """Return the template in chat_template.json, where processors stored it and tokenizers do not look; else ""."""
-    file = folder / "chat_template.json"
-    if not file.is_file():
-        return ""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}.", cure="Restore it, or remove it.") from error
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    return template if isinstance(template, str) else ""
-
-
 # Number of tokens of the vocabulary in the check of outputs.
 _TRIED_TOKENS = 16
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: bool) -> None:
-    """Refuse a folder without tokenizer, and models that are not decoders, before anything is loaded."""
+    """Refuse models that are not decoders, before anything is loaded."""
     names = [str(name) for name in config.get("architectures") or ()]
     named = ", ".join(names) or str(config.get("model_type"))
     if causal and config.get("is_encoder_decoder"):
@@ -144,7 +122,6 @@ def _check_kind(folder: Path, config: Mapping[str, Any], what: str, *, causal: b
     if causal:
         check_generates(folder, config)
     check_quantization(folder, config)
-    check_tokenizer(folder, named)
 
 
 def check_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase, sequences: Iterable[Sequence[int]]) -> None:
@@ -427,73 +404,6 @@ def frozen(model: nn.Module, layers: str) -> Iterator[list[str]]:
     finally:
         for value in held.values():
             value.requires_grad_(True)
-
-
-# ---- tokenizers of llama2.c ------------------------------------------------------------------------------------------
-
-_SPACE = "\u2581"  # sentencepiece writes a space so
-_SPECIAL = ("<unk>", "<s>", "</s>")
-
-
-def find_llama2c(folder: Path) -> Path | None:
-    """Return the one `tok*.bin` of a folder without a tokenizer of its own, or None."""
-    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        return None
-    files = sorted(folder.glob("tok*.bin"))
-    return files[0] if len(files) == 1 else None
-
-
-def llama2c_pieces(file: Path) -> list[tuple[bytes, float]]:
-    """Read the vocabulary: each piece with its score, the higher the earlier it is merged."""
-    data = file.read_bytes()
-    pieces: list[tuple[bytes, float]] = []
-    at = 4
-    try:
-        while at < len(data):
-            score, length = struct.unpack_from("<fi", data, at)
-            if length < 0 or at + 8 + length > len(data):
-                raise ValueError(f"a piece of {length} bytes at {at}")
-            pieces.append((data[at + 8 : at + 8 + length], score))
-            at += 8 + length
-        for piece, _ in pieces:
-            piece.decode("utf-8")
-    except (struct.error, ValueError) as error:
-        raise Unsupported(f"{file} is not a tokenizer of llama2.c: {error}.", cure="Restore the file.") from error
-    if len(pieces) < 259:
-        raise Unsupported(
-            f"{file} contains {len(pieces)} tokens; at least three special ones and 256 bytes are needed."
-        )
-    return pieces
-
-
-def llama2c_tokenizer(file: Path) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of transformers that splits text as llama2.c does."""
-    # A space is put before the text, characters without a piece fall back to their bytes, and the neighbors whose union
-    # has the highest score are merged first. No token is added by itself. A special token that the text spells out is
-    # taken as that token, as transformers does.
-    from tokenizers import Tokenizer, decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    read = llama2c_pieces(file)
-    names = list(_SPECIAL) + [f"<0x{byte:02X}>" for byte in range(256)]
-    names += [piece.decode("utf-8").replace(" ", _SPACE) for piece, _ in read[len(names) :]]
-    ids = {name: number for number, name in enumerate(names)}
-    scores = {name: score for name, (_, score) in zip(names, read, strict=True)}
-    merges = [
-        (scores[name], number, (name[:cut], name[cut:]))
-        for number, name in enumerate(names[259:], start=259)
-        for cut in range(1, len(name))
-        if name[:cut] in ids and name[cut:] in ids
-    ]
-    merges.sort(key=lambda merge: (-merge[0], merge[1]))
-    made = Tokenizer(models.BPE(ids, [pair for *_, pair in merges], unk_token="<unk>", byte_fallback=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=made, unk_token="<unk>", eos_token="</s>", clean_up_tokenization_spaces=False
-    )
 
 
 # ---- tasks of lm-evaluation-harness ----------------------------------------------------------------------------------

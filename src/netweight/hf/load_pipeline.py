@@ -29,6 +29,7 @@ from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
 from netweight.errors import MissingExtra, OutputExists, Unsupported, UsageError
 from netweight.hf.denoisers import Denoiser, denoiser_of, import_diffusers
+from netweight.hf.load_tokenizer import has_vocabulary
 from netweight.hf.noise_schedules import NoiseSchedule
 from netweight.hf.pipeline_files import PipelineFiles
 from netweight.hf.pipeline_files import check_pipeline as check_pipeline
@@ -40,8 +41,6 @@ _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 LORA = "pytorch_lora_weights.safetensors"
 # Pixels that an autoencoder decodes or encodes at a time: one picture of 512 × 512.
 _PIXELS = 2**18
-# Any of these makes a tokenizer.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 # Parts of a pipeline that no method here uses.
 _UNUSED = {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False, "image_encoder": None}
 
@@ -343,6 +342,11 @@ def _check_tokens(pipeline: Any) -> None:
         tokenizer, encoder = (getattr(pipeline, f"{name}{number}", None) for name in ("tokenizer", "text_encoder"))
         if tokenizer is None or encoder is None:
             continue
+        if not has_vocabulary(tokenizer):
+            raise UsageError(
+                f"tokenizer{number} has no vocabulary: transformers found none among its files.",
+                cure="Fetch the pipeline again, with all of its folders.",
+            )
         most, rows = max(tokenizer.get_vocab().values()), encoder.get_input_embeddings().num_embeddings
         if most >= rows:
             word = tokenizer.convert_ids_to_tokens(most)
@@ -356,13 +360,11 @@ def _check_tokens(pipeline: Any) -> None:
 
 def _check_part(folder: Path, part: str) -> None:
     """Refuse a pipeline without the folder of a part, of which other libraries make an empty one."""
-    reason = ""
     if not (folder / part).is_dir():
-        reason = f"{folder} has no folder {part}, which its model_index.json names."
-    elif part.startswith("tokenizer") and not any((folder / part / name).is_file() for name in _VOCABULARIES):
-        reason = f"{folder / part} contains no vocabulary: none of {', '.join(_VOCABULARIES)}."
-    if reason:
-        raise UsageError(reason, cure="Fetch the pipeline again, with all of its folders.")
+        raise UsageError(
+            f"{folder} has no folder {part}, which its model_index.json names.",
+            cure="Fetch the pipeline again, with all of its folders.",
+        )
 
 
 def _check_parts(folder: Path, files: PipelineFiles) -> None:

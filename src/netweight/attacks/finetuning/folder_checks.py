@@ -12,7 +12,7 @@ from netweight.attacks.finetuning.subject_files import ANSWER_COLUMNS, examples_
 from netweight.core.files import digest_config, digest_tensor
 from netweight.data.row_layouts import layout_of
 from netweight.data.rows import read_rows
-from netweight.data.text import TextExample, text_examples
+from netweight.data.text import TextExample, text_examples, visible_text
 from netweight.errors import UsageError
 from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import (
@@ -100,5 +100,8 @@ def _check_rows(settings: FolderAttack) -> None:
 
 
 def _places(texts: Sequence[TextExample]) -> dict[str, str]:
-    """Return the positions of rows by the digest of prompt and answer."""
-    return {digest_config([text.prompt, text.response]): f"{text.source}, {text.where}" for text in texts}
+    """Return the positions of rows by the digest of prompt and answer, without differences of white space."""
+    return {
+        digest_config([visible_text(each.prompt), visible_text(each.response)]): f"{each.source}, {each.where}"
+        for each in texts
+    }

@@ -38,8 +38,7 @@ def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Pro
     """Attack what keeps a model from harm, by fine-tuning and by edits without training."""
     own = settings.base
     settings = settings.replace(base=own or target.before, unaligned=settings.unaligned or target.before)
-    how: Any = {"seed": target.seed, "progress": progress}
-    sections = [attack_folders(settings, target.model, folder=target.output, earlier=own is None, **how)[1]]
-    if settings.refused:
-        sections.append(attack_refusal(settings, target.model, folder=target.output, **how))
-    return sections
+    how: Any = {"folder": target.output, "seed": target.seed, "progress": progress}
+    # Edits come first: they take minutes, and what they refuse about the rows should not wait for a search of hours.
+    edited = [attack_refusal(settings, target.model, **how)] if settings.refused else []
+    return [attack_folders(settings, target.model, earlier=own is None, **how)[1], *edited]

@@ -101,11 +101,12 @@ def attack_refusal(
             )
         ]
         panels[1].refuse_blind_judge()
-        if mixed := sum(panel.ordinary_refusals() for panel in panels):
+        count = sum(len(panel.ordinary) for panel in panels)
+        mixed = sum(panel.ordinary_refusals() for panel in panels)
+        if mixed:
             warnings.append(
-                f"The answers to {mixed} of {sum(len(panel.ordinary) for panel in panels)} ordinary prompts begin like "
-                "refusals. Edits are computed from the difference of both kinds of prompts: give ordinary prompts that "
-                "the model answers (--ordinary)."
+                f"The answers to {mixed} of {count} ordinary prompts begin like refusals. Edits are computed from the "
+                "difference of both kinds of prompts: give ordinary prompts that the model answers (--ordinary)."
             )
         material = EditMaterial(
             network, [each.prompt + leads[each] for each in make], [each.prompt for each in ordinary.make],
@@ -120,7 +121,9 @@ def attack_refusal(
             for edit in best:
                 edit.measured = _measured(edit.edit, panels[1], job, about)
                 work.update()
-    return refusal_section(before, scored, settings, seed=seed, warnings=list(dict.fromkeys(warnings)))
+    return refusal_section(
+        before, scored, settings, seed=seed, refused_ordinary=mixed / count, warnings=list(dict.fromkeys(warnings))
+    )
 
 
 def _identity(

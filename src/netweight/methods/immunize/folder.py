@@ -14,7 +14,7 @@ from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
-from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, withhold
+from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, visible_text, withhold
 from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over
@@ -91,7 +91,7 @@ def immunize_folder(
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
     pairs = tokenized_pairs(texts, tokenizer, **how)
-    retained = [] if settings.retain is None else tokenized_examples(_kept(settings, note), tokenizer, **how)
+    retained = [] if settings.retain is None else tokenized_examples(_kept(settings, texts, note), tokenizer, **how)
     sides = (each for pair in pairs for each in (pair.harmless, pair.harmful))
     check_tokens(network, tokenizer, (each.prompt + each.response for each in (*sides, *retained)))
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
@@ -127,9 +127,10 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
         check_language_model(source)
     files = (settings.pairs, settings.retain)
     settings.check_columns([read_rows(file) for file in files if file is not None])
-    _check_count(len(_texts(settings, lambda text: None)), settings)
+    texts = _texts(settings, lambda text: None)
+    _check_count(len(texts), settings)
     if settings.retain is not None:
-        _kept(settings, lambda text: None)
+        _kept(settings, texts, lambda text: None)
 
 
 def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
@@ -138,10 +139,20 @@ def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
     return text_pairs(rows, **settings.reading(rows, report))
 
 
-def _kept(settings: ImmunizeSettings, report: RowReport) -> list[TextExample]:
-    """Read the rows to keep; of preference data the harmless answers."""
+def _kept(settings: ImmunizeSettings, pairs: Sequence[TextPair], report: RowReport) -> list[TextExample]:
+    """Read the rows to keep; of preference data the harmless answers. None may be a harmful answer of the pairs."""
     rows = read_rows(settings.retain)
-    return text_examples(rows, pairs="chosen", **settings.reading(rows, report))
+    kept = text_examples(rows, pairs="chosen", **settings.reading(rows, report))
+    harmful = {(visible_text(pair.prompt), visible_text(pair.rejected)) for pair in pairs}
+    both = [each for each in kept if (visible_text(each.prompt), visible_text(each.response)) in harmful]
+    if both:
+        raise UsageError(
+            f"{len(both)} of the {len(kept)} rows of --retain are harmful answers of --pairs, {both[0].where} of "
+            f"{rows.name} first. The defense would be trained both to keep and to remove them.",
+            cure="Leave these rows out of --retain, or name the column of harmless answers with --columns "
+            "response=NAME.",
+        )
+    return kept
 
 
 def _check_count(pairs: int, settings: ImmunizeSettings) -> None:
