@@ -205,6 +205,12 @@ def test_what_cannot_be_compared_says_why():
 
 def test_verdicts():
     assert resistance_verdict(by_attack(BASE))[1] == "Every attack recovers the behavior: delay, not prevention."
+    only = "The only attack that was tried recovers the behavior"
+    one = by_attack(runs("x", [50] * 5))
+    assert resistance_verdict(one)[1] == f"{only}: delay, not prevention."
+    assert resistance_verdict(one, best_attack_ratio(one, one, seed=0))[1] == (
+        f"{only} after as many steps as on the undefended model: the defense does not delay the best attack."
+    )
     safe, broken = by_attack(runs("x", [None] * 5) + runs("x", [None] * 5, lr=1e-2)), by_attack(BASE)
     held = resistance_verdict(safe, base=broken)[1]
     assert held.startswith(

@@ -120,7 +120,10 @@ def front_table(sweep: Sweep, names: Sequence[str], *, domain: str, searched: Ma
         runs = [*sweep.of(name, domain=domain), *(searched[name].runs if name in searched else ())]
         rows += [(name, p.label, p.steps, p.rows, p.flops, round(p.seconds, 2)) for p in front(runs)[:_SHOWN]]
     notes = (
-        "Each row is a run that no other run on the same model beats in steps, rows and operations at once. "
+        "Each row is a run that no other run on the same model beats in steps, rows and operations at once. An attack "
+        "is described by its optimizer with the learning rate; the weights that it trains (all of them: full; or "
+        "low-rank factors: LoRA with their rank); the harmful rows that it has (samples); the largest number of steps; "
+        "the rows in a step (batches); and whatever else differs from the defaults. "
         "Operations: for each weight and token 2 in the forward pass, 2 for the gradient of activations, and 2 for the "
         "gradient of the weight if it is trained.",
     )

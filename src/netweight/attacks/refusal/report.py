@@ -149,7 +149,7 @@ _VERDICT = Conclusion("attack: refusal", [AllTargets()], _words)
 def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredEdit]) -> Table:
     columns = (
         "kind", "edit", "best of its kind", Column("first token", "", "higher"), Column("divergence", "nats"),
-        Column("refused", "%", "higher"), Column("perplexity", "×"), Column("answered", "", "lower"),
+        Column("refused", "%", "higher"), Column("perplexity", "×"), Column("right tokens", "", "lower"),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = [
         ("none", "the model itself", "", before.first_token, before.divergence, *_cells(before))
@@ -159,9 +159,11 @@ def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredE
         cells = (None,) * 3 if each.measured is None else _cells(each.measured)
         rows.append((each.edit.kind, each.edit.label, mark, each.score.first_token, each.score.divergence, *cells))
     notes = (
-        "first token: probability of beginning an answer as refusals do; divergence: of the next token on ordinary "
-        "prompts; both on the quarter that chooses. The other columns are measured on the last quarter, for the best "
-        "edits alone. answered: token accuracy on the answers that were refused, where known.",
+        "first token: probability that an answer begins as refusals do; divergence: change of the next-token "
+        "distribution on ordinary prompts. Both are measured on the quarter of the prompts that chooses edits. The "
+        "other columns are measured on the last quarter, for the best edits alone; a dash means not measured. refused: "
+        "share of the prompts; perplexity: on ordinary prompts, as a multiple of the model's own; right tokens: token "
+        "accuracy on the known responses to refused prompts, if the rows have them.",
     )
     return Table("What each edit leaves", columns, rows, notes)
 
