@@ -113,7 +113,8 @@ def _of_subject(recipe: str, subject: str, *, chat: bool) -> str:
     """
     entries: dict[str, Command[Any]] = {**known_methods(), **known_attacks()}
     changes: list[tuple[int, int, str]] = []
-    for key, value in yaml.compose(recipe).value:
+    root: Any = yaml.compose(recipe)
+    for key, value in root.value:
         if key.value == "subject":
             changes.append((value.start_mark.index, value.end_mark.index, json.dumps(subject, ensure_ascii=False)))
         elif chat and key.value in ("treatments", "attacks"):
