@@ -9,7 +9,7 @@ from models_under_test import Tied, pair, same
 from torch import nn
 
 import netweight
-from netweight import LayerwiseOptimizer
+from netweight import LayerwiseOptimizer, codec
 from netweight.methods.compress.runtime import tiles
 
 ROWS, WIDTH = 2000, 200  # two tiles of 262,144 numbers, one of them not whole
@@ -86,6 +86,25 @@ def test_every_bit_is_that_of_torch(make, optimizer, states):
     assert_same_states(model, ours, dense, theirs)
     kinds = {type(value) for value in ours.state_of(model.embed.weight).values() if getattr(value, "ndim", 0) == 2}
     assert kinds <= {netweight.CompressedTensor if states == "compressed" else torch.Tensor}
+
+
+@pytest.mark.parametrize("make", [TIED, Untied])
+def test_states_have_small_chunks_where_few_rows_have_a_gradient(make):
+    """Nearly all chunks are zeros, and are kept; the head's gradient, or that of a tied embedding, has no zeros."""
+    _, model = pair(make, torch.bfloat16)
+    ours = layerwise(model, ADAMW, states="compressed")
+    for step in range(2):
+        loss_of(model, step).backward()
+    sizes = {
+        name: {
+            codec.info(state.stored.blob).chunk_log2
+            for state in ours.state_of(weight).values()
+            if isinstance(state, netweight.CompressedTensor)
+        }
+        for name, weight in model.named_parameters()
+    }
+    assert sizes["embed.weight"] == ({12} if make is Untied else {18})
+    assert make is TIED or sizes["head.weight"] == {18}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

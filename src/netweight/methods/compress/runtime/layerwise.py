@@ -474,7 +474,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         parameter, shell = trained.parameter, self._shell(trained)
         gradients, rounded = gradient.reshape(-1), shell.dtype != parameter.dtype
         noise = self._noise(trained, parameter.device) if rounded else None
-        states = StateTiles(self.inner.state.pop(shell, {}), parameter.shape, self._states)
+        states = StateTiles(self.inner.state.pop(shell, {}), parameter.shape, self._states, gradients)
         weight = tiled(parameter)
         try:
             for first, last in tiles(parameter):

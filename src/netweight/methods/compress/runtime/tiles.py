@@ -24,6 +24,7 @@ from netweight.store.choices import Level
 States = Literal["dense", "compressed", "offloaded"]
 STATE_LEVEL: Level = "fast"  # states are written in every step: half a percent is not worth its time
 _NUMBERS = 1 << 20  # numbers in a tile, a power of 2
+_SPARSE_CHUNK_LOG2 = 12  # of the numbers in a chunk of states of a weight of which a batch gives few rows a gradient
 _CHUNK_LOG2 = 18  # binary logarithm of the numbers in the codec's largest chunk of floats, unless chosen otherwise
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
@@ -137,11 +138,21 @@ class _CompressedTiles:
 class _NewTiles:
     """A state that the optimizer begins to keep, or that begins to be kept compressed."""
 
-    def __init__(self, like: torch.Tensor, shape: torch.Size, how: States, before: torch.Tensor | None = None) -> None:
+    def __init__(
+        self,
+        like: torch.Tensor,
+        shape: torch.Size,
+        how: States,
+        *,
+        before: torch.Tensor | None = None,
+        chunk_log2: int | None = None,
+    ) -> None:
         self._shape, self._dtype, self._written = shape, like.dtype, 0
         self._before = before
         self._dense = torch.empty(shape, dtype=like.dtype) if how != "compressed" else None
-        self._blob = TiledBlob(dtype_name(like.dtype), shape, level=STATE_LEVEL, threads=torch.get_num_threads())
+        self._blob = TiledBlob(
+            dtype_name(like.dtype), shape, level=STATE_LEVEL, chunk_log2=chunk_log2, threads=torch.get_num_threads()
+        )
 
     def read(self, first: int, last: int) -> torch.Tensor:
         assert self._before is not None, "a new state has no values before its first write"
@@ -173,10 +184,14 @@ class StateTiles:
         state: The optimizer's state of the parameter; empty before the first step.
         shape: The parameter's shape.
         how: How new states are kept.
+        gradient: The parameter's gradient, of any shape.
     """
 
-    def __init__(self, state: dict[str, Any], shape: torch.Size, how: States) -> None:
+    def __init__(self, state: dict[str, Any], shape: torch.Size, how: States, gradient: torch.Tensor) -> None:
         self._shape, self._how = shape, how
+        # States that are mostly zeros are encoded several times as fast in chunks most of which are nothing but zeros.
+        sparse = not state and how == "compressed" and _is_mostly_zeros(gradient)
+        self._chunk_log2 = _SPARSE_CHUNK_LOG2 if sparse else None
         self._tiled: dict[str, Tiled] = {}
         self._before = dict(state)  # what every tile begins with
         self._after = dict(state)
@@ -206,7 +221,7 @@ class StateTiles:
             if not isinstance(value, torch.Tensor) or value.shape != (last - first,):
                 continue
             if name not in self._tiled:
-                self._tiled[name] = _NewTiles(value, self._shape, self._how)
+                self._tiled[name] = _NewTiles(value, self._shape, self._how, chunk_log2=self._chunk_log2)
             self._tiled[name].write(first, last, value)
 
     def finish(self) -> dict[str, Any]:
@@ -214,6 +229,13 @@ class StateTiles:
         for name, each in self._tiled.items():
             self._after[name] = each.finish()
         return {name: value for name, value in self._after.items() if name not in self._tiled or value is not None}
+
+
+def _is_mostly_zeros(gradient: torch.Tensor) -> bool:
+    """Return whether at least half of the chunks for sparse states would be zeros and nothing else."""
+    flat, chunk = gradient.reshape(-1), 1 << _SPARSE_CHUNK_LOG2
+    least, most = torch.aminmax(flat[: flat.numel() // chunk * chunk].view(-1, chunk), dim=1)
+    return bool(((least == 0) & (most == 0)).float().mean() >= 0.5)
 
 
 def _copied(value: Any) -> Any:
