@@ -42,12 +42,13 @@ class CompressSettings(Settings):
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
         description="Number of mantissa bits, 0 to 6, that rounding keeps in BF16, F16 and F32 tensors of two and "
-        "more dimensions; the default, 7, means no rounding.",
+        "more dimensions. 7, the default, turns rounding off for all types.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
         ge=0,
-        description="Rounding first divides each block of this many weights by its largest weight; 0: no division.",
+        description="Before rounding, each block of this many weights is divided by the mantissa of its largest "
+        "weight, which then hardly changes. 0 turns this off. Without rounding, this has no effect.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",
