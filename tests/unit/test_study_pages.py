@@ -6,6 +6,7 @@ import os
 import chat_models
 import pytest
 
+from netweight_experiments.benchmarks.federate import emnist
 from netweight_experiments.benchmarks.immunize import real_size
 from netweight_experiments.benchmarks.language import guarded_domain, refusal
 
@@ -31,6 +32,18 @@ def test_the_table_of_refusals_has_a_row_for_each_kind_of_edit():
     assert "| none | 97 % of 32 (95 to 100) |" in shown
     assert "| directions: of block 14 | 12 % (10 to 16) | 0.100 nats | 1.05 × | yes |" in shown
     assert len(shown.splitlines()) == 6
+
+
+def test_the_table_of_emnist_has_means_over_seeds_and_names_what_is_missing():
+    cells = {
+        f"20 clients, hyperfl, seed {seed}": {"before": before, "after": after, "rate": 4.0}
+        for seed, before, after in ((520, 50.0, 60.0), (521, 52.0, 61.0), (522, 54.0, 62.0))
+    }
+    cells["100 clients, hyperfl, seed 521"] = {"before": 70.0, "after": 71.25, "rate": 4.0}
+    shown = emnist.page({"cells": cells, "options": {"clients": [20, 100], "methods": ["hyperfl", "fedavg"]}})
+    assert "| `hyperfl` | 20 | 52.0 (50.0 to 54.0) | 61.0 (60.0 to 62.0) | 4 | 76.29 |" in shown
+    assert "| `hyperfl` | 100 | 70.0 (one seed) | 71.2 (one seed) | 4 | 80.22 |" in shown
+    assert shown.endswith("Not measured yet: `fedavg` with 20 clients, `fedavg` with 100 clients.")
 
 
 def test_the_table_of_costs_has_the_largest_memory_of_each_defense():
