@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from netweight.data.text import TextExample
-from netweight.data.tokens import BELOW, tokenized_prompts
+from netweight.data.tokens import BELOW, Template, tokenized_prompts
 from netweight.hf.generate_answers import end_tokens, generate_answers
 from netweight.hf.load_language_model import context_of, load_causal_lm
 from netweight.metrics.intervals import proportion
@@ -43,7 +43,7 @@ def _measure(model: Path, folder: Path | None, new_tokens: int) -> dict[str, Any
     ends = end_tokens(network, tokenizer)
     network = network if folder is None else opened(folder)
     texts = [TextExample(each.question, "", source="programs", where=each.name) for each in PROGRAMS]
-    template = "chat" if tokenizer.chat_template else BELOW
+    template: Template | Literal["chat"] = "chat" if tokenizer.chat_template else BELOW
     prompts = tokenized_prompts(texts, tokenizer, context=context_of(network, tokenizer), template=template)
     started = time.process_time()
     outcomes, tokens = {}, 0

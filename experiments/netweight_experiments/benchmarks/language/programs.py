@@ -29,7 +29,7 @@ class Program:
         return f"Write a Python function `{self.signature}` that returns {self.what}. Answer with the code alone."
 
 
-PROGRAMS = (
+PROGRAMS: tuple[Program, ...] = (
     Program("double(n)", "twice the number n", ("double(4) == 8", "double(-1.5) == -3.0")),
     Program("is_even(n)", "True if the integer n is even, and otherwise False",
             ("is_even(4) is True", "is_even(7) is False", "is_even(0) is True")),
