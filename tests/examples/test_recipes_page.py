@@ -29,12 +29,15 @@ def test_the_recipes_to_copy_are_those_that_there_are():
 
 
 def test_the_recipe_shown_is_read(tmp_path, monkeypatch):
+    pytest.importorskip("transformers", reason="transformers is in the llm extra")
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers comes with transformers")
     monkeypatch.chdir(tmp_path)
     shown, *_ = re.findall(r"```yaml\n(.*?)```", PAGE.read_text(), re.S)
     Path("recipe.yaml").write_text(shown)
     Path("my-model").mkdir()
     Path("my-model", "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
-    Path("my-model", "tokenizer.json").write_text("{}")
+    words = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")
+    tokenizers.Tokenizer(words).save("my-model/tokenizer.json")
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     Path("harmful.jsonl").write_text('{"prompt": "a", "response": "c"}\n')
     recipe = read_recipe("recipe.yaml")

@@ -20,6 +20,7 @@ from netweight.job import Job
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.history import Round, total_answers
+from netweight.methods.federate.lies import Lying
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult, Method, Weights
 from netweight.methods.federate.rounds import Rounds, Trial
@@ -103,7 +104,7 @@ def train(
                         federation.save()
                     work.update(1)
         federation.save()
-        federation.rounds.refuse_failing_clients()
+        federation.rounds.refuse_failing_clients(rehearsed=method.liars if isinstance(method, Lying) else ())
     return federation.result()
 
 

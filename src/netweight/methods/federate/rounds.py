@@ -124,16 +124,21 @@ class Rounds:
         plateau = self.settings.until_plateau and at_plateau(self.rounds)
         return len(self.rounds) >= self.settings.rounds or plateau
 
-    def refuse_failing_clients(self) -> None:
+    def refuse_failing_clients(self, *, rehearsed: Container[int] = ()) -> None:
         """Fail the run if some client failed in every round that asked it.
 
         A client fails if its program stops with an error, or if its update cannot be used. A client that protects
         itself and abstains has not failed, and neither has one that sends nothing.
 
+        Args:
+            rehearsed: Clients whose lies are simulated. That their updates are refused is what the run is to show.
+
         Raises:
             FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
         """
         for client in self.clients:
+            if client in rehearsed:
+                continue
             rounds = [done for done in self.rounds if client in done.clients]
             if rounds and all(client in done.errors for done in rounds):
                 asked = "the only round" if len(rounds) == 1 else f"each of the {len(rounds)} rounds"
