@@ -59,7 +59,8 @@ def page(result: dict[str, Any]) -> str:
             texts = []
             for reading in _READINGS:
                 values = [cells[name][reading] for name in seeds]
-                spread = f" ({min(values):.1f} to {max(values):.1f})" if len(values) > 1 else " (one seed)"
+                few = "" if len(values) == len(SEEDS) else f"; {len(values)} seeds"
+                spread = f" ({min(values):.1f} to {max(values):.1f}{few})" if len(values) > 1 else " (one seed)"
                 texts.append(f"{mean(values):.1f}{spread}")
             number = paper[METHODS[method]][f"EMNIST ({clients} clients)"]
             lines.append(f"| `{method}` | {clients} | {' | '.join(texts)} | {cells[seeds[0]]['rate']:g} | {number} |")
