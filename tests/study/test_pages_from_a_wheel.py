@@ -54,7 +54,6 @@ PAGES = {
         replaced={  # what a reader does to the rows; and fewer steps
             "netweight run recipe.yaml --plan": "sed -i -e '/^placeholders/,$d' -e 's/seeds: 5}/grid: quick, seeds: 1, "
             "max_steps: 8, check_every: 4}/' recipe.yaml && netweight run recipe.yaml --plan",
-            "--clients 5 --rounds 3": "--clients 3 --rounds 1 --epochs 1",
         }
     ),
     "docs/start-here": Page(left_out=("pip", 'eval "$(_NETWEIGHT_COMPLETE=zsh')),  # another shell
