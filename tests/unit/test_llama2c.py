@@ -90,3 +90,13 @@ def test_a_folder_with_a_tokenizer_of_its_own_keeps_it(tmp_path):
     assert len(load_tokenizer(tmp_path)) == 259
     chat_models.chatml().save_pretrained(tmp_path)
     assert len(load_tokenizer(tmp_path)) > 259
+
+
+def test_a_damaged_tokenizer_is_not_replaced_by_another_beside_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "tokenizer.json").write_text("{}")
+    write(tmp_path / "tok512.bin", vocabulary([]))
+    with pytest.raises(UsageError, match="tokenizer"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_tokenizer(tmp_path).get_vocab()

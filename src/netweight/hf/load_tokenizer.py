@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CONFIGURATIONS = ("generation_config.json", "tokenizer_config.json", "tokenizer.json")
+# Where one of these exists, a `tok*.bin` beside it is never read in its place, even if it cannot be opened.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _CURE = "Copy the tokenizer's files into the folder."
 
 
@@ -42,7 +44,8 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     _check_configurations(folder)
     with extra("llm", "Tokenizers need transformers"):
         import transformers
-    packed = sorted(folder.glob("tok*.bin"))
+    own = any((folder / name).exists() for name in _VOCABULARIES)
+    packed = [] if own else sorted(folder.glob("tok*.bin"))
     try:
         with opening(folder, "a model with its tokenizer", cure=_CURE), silent_bars():
             tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
