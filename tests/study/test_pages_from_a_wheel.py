@@ -81,9 +81,7 @@ sent = gradient_of(model)(known_parameters(model), (torch.rand(1, 3, 32, 32), to
 save_file(sent, 'update.safetensors')" """,
         {"--rounds 5": "--rounds 1"},
     ),
-    "docs/immunize": Page(
-        _ROWS, {"--out attack": "--out attack --minutes 1"}, ("torchrun", "ACCELERATE")
-    ),
+    "docs/immunize": Page(_ROWS, {"--out attack": "--out attack --minutes 1"}),
     "docs/finetuning-attacks": Page(
         _ROWS, {"--base BASE": "--base my-base", "DEFENDED": "my-model", "--out attack": "--out attack --minutes 1"}
     ),

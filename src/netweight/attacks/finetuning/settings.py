@@ -249,8 +249,8 @@ class FolderAttack(TextOptions):
     )
     trained_on: Annotated[tuple[RowSource, ...], Cli(metavar="ROWS")] = Field(
         (),
-        description="Rows on which the defense was trained (pairs and retained rows). The attack neither "
-        "trains nor measures on them.",
+        description="Rows on which the defense was trained (pairs and retained rows). No other file of "
+        "rows may contain any of them.",
     )  # fmt: skip
     withhold: Annotated[tuple[str, ...], Cli(metavar="CATEGORY")] = Field(
         (), description="Category of harmful rows that the defense did not see; it is attacked separately."
@@ -263,7 +263,8 @@ class FolderAttack(TextOptions):
     base: ModelPath | None = Field(None, description="The model before its defense, for comparison.")
     released: ModelPath | None = Field(
         None,
-        description="Another model of the same shape that the attacker has; its weights are mixed in and subtracted.",
+        description="Another published model of the same architecture. Some attacks first move the weights toward its "
+        "weights, or away from them.",
     )
     also: Mapping[str, ModelPath] = Field(
         {}, description="Further defended models by name, such as one with frozen layers; needs --base."
@@ -290,8 +291,8 @@ class FolderAttack(TextOptions):
     max_steps: int | None = Field(
         None,
         ge=1,
-        description="Largest number of steps of an attack; by default a search takes 200 on the base, and "
-        "five times what it needed there.",
+        description="Largest number of steps of an attack; by default a search stops attacks on the base after "
+        "200 steps, and attacks on other models after five times the steps of the best attack on the base.",
     )
     check_every: int | None = Field(
         None, ge=1, description="Steps between two evaluations; by default 10, in a search 2."

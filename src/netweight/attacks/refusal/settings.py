@@ -60,13 +60,13 @@ class RefusalSettings(_EditOptions):
     }  # fmt: skip
 
     refused: RowSource = Field(
-        description="Rows with a prompt that the model refuses, and a response where one is known: a file, or "
-        "hub:NAME or hub:NAME:SPLIT for a data set of the Hugging Face hub."
+        description="Rows with a prompt that the model refuses, and a helpful response where one is known: a file, "
+        "or hub:NAME or hub:NAME:SPLIT for a data set of the Hugging Face hub."
     )
-    ordinary: RowSource = Field(description="Rows with a prompt that the model answers, in the same form.")
+    ordinary: RowSource = Field(description="Rows with a prompt that the model answers, phrased like the refused ones.")
     unaligned: ModelPath | None = Field(
         None,
-        description="The model before its alignment. Its weights are mixed into the model's, and extrapolated beyond.",
+        description="The model before its alignment. The edit unaligned moves weights toward its weights, and beyond.",
     )
     judge: str = Field(
         "phrases",
@@ -84,7 +84,7 @@ class RefusalSettings(_EditOptions):
     helps: str | None = Field(
         None,
         description="Judge of whether answers help, as MODULE:NAME or FOLDER#LABEL; by default token accuracy "
-        "on known responses, where rows have them.",
+        "on the helpful responses of the refused rows, if they have them.",
     )
     prompts: int = Field(128, ge=12, description="Largest number of prompts of each kind.")
     edits: Annotated[tuple[str, ...], Cli(comma=True, metavar="KIND,KIND,...")] = Field(

@@ -1,4 +1,4 @@
-"""What docs/immunize.md shows is run."""
+"""What docs/immunize-python.md shows is run."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
-PAGE = Path(__file__).parents[2] / "docs" / "immunize.md"
+PAGE = Path(__file__).parents[2] / "docs" / "immunize-python.md"
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs are not here: outside a source tree")
 
 
