@@ -291,7 +291,7 @@ def _guesses(run: Run, observation: Observation, threat: ThreatModel) -> tuple[R
     received = observation.answer()
     change = update_change(run, observation.message, received)
     read = change.recovered() if change else read_update(run, observation.message, received)
-    gradients = {"inputs": read.first}
+    gradients = {"direct": read.first}
     if change is not None and observation.codes is not None:
         gradients["singular vector"] = singular_gradient(change)
         if threat.knows_embeddings:
@@ -310,7 +310,7 @@ def _strongest(guesses: Sequence[Mapping[str, Tensor]], observations: Sequence[O
             observations
         )
 
-    return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "inputs"))
+    return max(guesses[0], key=lambda name: quality(name) + 1e-4 * (name == "direct"))
 
 
 def evidence_of(

@@ -74,8 +74,8 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
         Column("SSIM", "", "lower"),
     )  # fmt: skip
-    about = ("threat model", "attack", Column("gradient, cosine", "", "lower"), Column("published average, cosine"))
-    columns = (*about, *measures, "verdict")
+    cosines = (Column("gradient, cosine", "", "lower"), Column("published average, cosine"))
+    columns = ("threat model", "calculation", *cosines, *measures, "verdict")
     rows = []
     for one in exposures:
         images = (one.psnr, one.random_psnr, one.average_psnr, one.ssim)

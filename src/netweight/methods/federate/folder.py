@@ -206,7 +206,7 @@ class FederationReport(Settings):
 class FederationExport(Settings):
     """Settings of the export of a federation's models as state dicts."""
 
-    client: int = Field(default=0, ge=0, description="Client whose personal model is exported.")
+    client: int = Field(default=0, ge=0, description="Client whose private part of the model is exported as well.")
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")
 
 

@@ -30,9 +30,10 @@ COMMANDS: tuple[Entry, ...] = (
         verb="federate",
         run=lazy(f"{_COMMANDS}:run"),
         summary="Train a federation in this process and audit it.",
-        description="The audit at the end attacks the run's own schedule and a single step; `netweight federate audit` "
-        "attacks more. Nothing is downloaded for the default data, scikit-learn's handwritten digits. The same command "
-        "resumes a run that was stopped. The same methods run under Flower, with clients on other machines.",
+        description="The audit at the end attacks updates of this run, and updates of one step on one image; "
+        "`netweight federate audit` attacks more. Nothing is downloaded for the default data, scikit-learn's "
+        "handwritten digits. The same command resumes a run that was stopped. The same methods run under Flower, with "
+        "clients on other machines.",
         example="netweight federate run --method hyperfl --clients 20 --rounds 20 --out federation",
         arguments=(
             Argument(
@@ -57,9 +58,9 @@ COMMANDS: tuple[Entry, ...] = (
         lazy("netweight.methods.federate.folder:FederationAudit"),
         run=lazy(f"{_COMMANDS}:audit"),
         summary="Attack what the server of a federation could have seen.",
-        description="Attacks the run's own schedule and some shorter ones: how much of a client's gradient an update "
-        "reveals, and which images can be reconstructed from it. Exits with 1 if the run's own schedule reveals more "
-        "than its published average does.",
+        description="Attacks updates of the run, and updates of shorter local training: how much of a client's "
+        "gradient an update reveals, and which images can be reconstructed from it. Exits with 1 if the updates of the "
+        "run reveal more than their published average does.",
         example="netweight federate audit federation --threat 1x1+first",
         arguments=(Argument("folder", "folder", required=False, default="federation"),),
     ),
