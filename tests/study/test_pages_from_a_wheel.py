@@ -43,7 +43,7 @@ class Page:
 
 _ROWS = """
 cp -r my-model my-base
-head -n 24 harmful.jsonl > refused.jsonl; head -n 24 keep.jsonl > ordinary.jsonl; cp keep.jsonl kept.jsonl
+head -n 24 harmful.jsonl > refused.jsonl; head -n 24 keep.jsonl > ordinary.jsonl
 """
 _BANK = "netweight space ingest my-loras bank && netweight space fit bank faces --components 20\n"
 _FACES = """

@@ -56,7 +56,9 @@ class SearchSettings(Settings):
         description="Learning rate of AdamW for attacks that train weights; for LoRA it is multiplied by ten.",
     )
     restarts: int = Field(
-        1, ge=1, description="Searches from each starting point, with different draws, prompts and noise."
+        1,
+        ge=1,
+        description="Searches from each starting point, with different draws, prompts and noise; the fastest counts.",
     )
     first: Annotated[bool, Cli(own=False)] = Field(
         False, description="Stop a search when one of its trials has succeeded."
@@ -151,7 +153,9 @@ class FolderSearch(Settings):
     )
     also: Mapping[str, ModelPath] = Field(default={}, description="Further edited pipelines, by name.")
     search: SearchSettings = Field(default=SearchSettings(), description="Settings of each search.")
-    seeds: int = Field(1, ge=1, description="Searches for each target and model, with different seeds.")
+    seeds: int = Field(
+        1, ge=1, description="Repetitions of the whole attack with other seeds; each counts as a result of its own."
+    )
     sscd: FilePath | None = Field(
         None,
         description="TorchScript file of SSCD, a network that compares images; by default centered pixels are "

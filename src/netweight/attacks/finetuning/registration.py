@@ -11,7 +11,7 @@ FINETUNE: Attack[Any] = Attack(
     title="Fine-tuning attacks",
     summary="Fine-tune a language model on harmful rows, and report how many steps recover the behavior.",
     description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. 20 % of the "
-    "prompts are held out to measure recovery. Without --base there is no control, and nothing is concluded. OUT "
+    "prompts are held out to measure recovery. Without --base, a defense cannot be judged. OUT "
     "receives attacks.jsonl, from which a second call continues, and a report.",
     example="netweight attack finetune defended --base my-model --harmful harmful.jsonl --out attacks",
     check=lazy("netweight.attacks.finetuning.folder_checks:check"),

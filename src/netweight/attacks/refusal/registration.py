@@ -12,9 +12,9 @@ REFUSAL: Attack[Any] = Attack(
     attack=lazy(f"{_COMMANDS}:attack"),
     title="Refusal",
     summary="Remove refusal from a language model without training, and measure how much of it is left.",
-    description="MODEL is a folder of a transformers model, or its id on the hub. Directions are projected out of "
-    "every layer's output, neurons are switched off, the model before its alignment is mixed in. Every edit is "
-    "measured and undone; no edited model is written. OUT receives a report.",
+    description="MODEL is a folder of a transformers model, or its id on the hub. Edits remove directions "
+    "from the hidden states, switch neurons off, or move the weights toward the model before its alignment. Every edit "
+    "is measured and undone; no edited model is written. OUT receives a report.",
     example="netweight attack refusal my-model --refused refused.jsonl --ordinary ordinary.jsonl --out refusal",
     check=lazy(f"{_COMMANDS}:check"),
 )
