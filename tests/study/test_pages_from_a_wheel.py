@@ -50,12 +50,7 @@ _FACES = """
 python -c "from netweight.toys.faces_pipeline import faces_pipeline; faces_pipeline().save_pretrained('base-model')"
 """
 PAGES = {
-    "README": Page(
-        replaced={  # what a reader does to the rows; and fewer steps
-            "netweight run recipe.yaml --plan": "sed -i -e '/^placeholders/,$d' -e 's/seeds: 5}/grid: quick, seeds: 1, "
-            "max_steps: 8, check_every: 4}/' recipe.yaml && netweight run recipe.yaml --plan",
-        }
-    ),
+    "README": Page(),
     "docs/start-here": Page(left_out=("pip", 'eval "$(_NETWEIGHT_COMPLETE=zsh')),  # another shell
     "docs/compress": Page(
         """python -c "

@@ -29,15 +29,15 @@ class CompressSettings(Settings):
     )
     base: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None,
-        description="Base model, compressed or not, from which differences are stored: a file, a folder "
-        "with the same files, or an id on the hub. Whoever opens the result needs the same base.",
+        description="Base model from which differences are stored: a file, a folder or an id on the hub, compressed "
+        "or not. Whoever opens the result needs the same base.",
     )
     variant: str | None = Field(
         default=None, description="Variant of the weights to compress, such as fp16, where a folder has several."
     )
     exclude: Annotated[tuple[str, ...], Cli(metavar="PATTERN")] = Field(
         default=(),
-        description="Shell pattern of paths in the folder that are left out; may be given several times.",
+        description="Shell pattern of paths that are not written to the result; may be given several times.",
     )
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
@@ -47,8 +47,8 @@ class CompressSettings(Settings):
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
         ge=0,
-        description="Before rounding, each block of this many weights is divided by the mantissa of its largest "
-        "weight, which then hardly changes. 0 turns this off. Without rounding, this has no effect.",
+        description="Number of weights that are scaled together, as a block, before rounding. The largest weight of "
+        "each block then hardly changes. 0 turns scaling off. Without rounding, this has no effect.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",
