@@ -37,6 +37,7 @@ TOLERANCE = 1e-6
 def deployment(tmp_path_factory):
     deployment = Deployment(tmp_path_factory.mktemp("deployment"))
     try:
+        deployment.fork()
         deployment.start_server()
         for node in range(3):
             deployment.register(node)

@@ -196,14 +196,17 @@ def same_bits(one: Run, two: Run) -> None:
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_one_two_and_four_workers_give_the_same_bits(name: str) -> None:
+def test_any_number_of_workers_gives_the_same_bits(name: str) -> None:
     methods = [fedavg(TRAINING)]
     if any(True for module in task_of(name).body.modules() for _ in module.buffers(recurse=False)):
         methods += [AveragedStatistics(fedavg_private_head(TRAINING)), FedBN(fedavg(TRAINING))]
     for method in methods:
-        runs = [train(task_of(name), method, Federation(rounds=2), workers=workers) for workers in (1, 2, 4)]
-        same_bits(runs[0], runs[1])
-        same_bits(runs[0], runs[2])
+        several = (2, 4) if name == "dropout and batch norm" else (4,)
+        alone, *others = (
+            train(task_of(name), method, Federation(rounds=2), workers=workers) for workers in (1, *several)
+        )
+        for run in others:
+            same_bits(alone, run)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -22,6 +22,7 @@ from netweight.methods.federate.updates import LowRank, Update
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 LIES = Lie.__args__  # type: ignore[attr-defined]
 UNSEEN = ("knowing", "alie", "minmax", "late-sybils", "hidden-backdoor")  # lies that keep within what a screen can see
+LOW_RANK_LIES = ("scaled", "claimed", "colluding", "knowing", "late")
 ROBUST = ("bounded-mean", "screened-mean", "clipped-mean", "trimmed-mean", "median", "krum", "multi-krum")
 
 
@@ -31,9 +32,18 @@ def accuracy(run: object, liars: tuple[int, ...]) -> float:
     return sum(honest) / len(honest)
 
 
-@pytest.mark.parametrize("name", ["fedavg", "hyperfl"])
-@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "backdoor"])  # which is planted into images
-def test_a_liar_is_named_and_a_bounded_mean_survives(name: str, lie: Lie) -> None:
+# How a client lies does not depend on its method, and screening sees dense or low-rank changes: of each kind of lie
+# one meets the second.
+BY_METHOD = [
+    pytest.param(lie, name, marks=[] if name == "fedavg" or lie in LOW_RANK_LIES else [pytest.mark.study])
+    for lie in LIES
+    if lie != "backdoor"  # which is planted into images
+    for name in ("fedavg", "hyperfl")
+]
+
+
+@pytest.mark.parametrize(("lie", "name"), BY_METHOD)
+def test_a_liar_is_named_and_a_bounded_mean_survives(lie: Lie, name: str) -> None:
     method = {"fedavg": fedavg(TRAINING), "hyperfl": HyperFL(TRAINING, embedding=4, hidden=(16,))}[name]
     clients, liars = (7, (2, 5)) if lie == "colluding" else (5, (2,))
     task = small_task(clients=clients, n=40)
@@ -168,8 +178,9 @@ def test_rules_that_compare_clients_need_one_message_for_all() -> None:
     "lie", ["knowing", "alie", "minmax", "inner-product", "late-sybils", "hidden-backdoor", "colluding"]
 )
 def test_what_liars_send_depends_on_no_worker(lie: Lie) -> None:
+    task, rounds = small_task(clients=5, n=20), 5 if lie == "late-sybils" else 2
     runs = [
-        train(small_task(clients=5, n=20), Lying(fedavg(TRAINING), lie, (1, 3)), Federation(rounds=5), workers=workers)
+        train(task, Lying(fedavg(TRAINING), lie, (1, 3)), Federation(rounds=rounds), workers=workers)
         for workers in (1, 3)
     ]
     assert all(torch.equal(value, runs[1].state[name]) for name, value in runs[0].state.items())
