@@ -74,6 +74,16 @@ def pytest_runtest_setup(item):
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """Take back what a test leaves in the search path, as commands that import a user's file do."""
+    before = sys.path[:]
+    try:
+        return (yield)
+    finally:
+        sys.path[:] = before
+
+
 @pytest.fixture(scope="module", autouse=True)
 def libraries_are_no_garbage():
     """Leave the millions of objects of imported libraries out of what tests' collections and searches go through."""

@@ -24,6 +24,7 @@ Names = Literal["authors", "diffusers"]
 """Whose names: the authors' (ComfyUI, musubi-tuner and most trainers use them too), or those of diffusers."""
 
 _NUMBER = re.compile(r"\d+")
+_MATCHES_KEPT = 1 << 14  # names that a table remembers: more than any model has modules
 _REST = "rest"
 
 
@@ -149,6 +150,9 @@ class Naming:
     """Entries of the table."""
     _dotted: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
     _flat: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
+    _matches: dict[tuple[str, bool, Names | None], Match | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         """Index the entries by their names with every number replaced."""
@@ -168,6 +172,14 @@ class Naming:
             flattened: Whether its dots were replaced by underscores.
             names: Whose name it must be; by default diffusers' are tried first.
         """
+        key = name, flattened, names
+        if key not in self._matches:  # the adapters of a bank have the same names
+            if len(self._matches) >= _MATCHES_KEPT:
+                self._matches.clear()
+            self._matches[key] = self._match(name, flattened, names)
+        return self._matches[key]
+
+    def _match(self, name: str, flattened: bool, names: Names | None) -> Match | None:
         table = self._flat if flattened else self._dotted
         given = tuple(_NUMBER.findall(name))
         matches = []
