@@ -16,8 +16,9 @@ changed    share of captions in neither set whose image, from the same seed, has
            held-out captions, and neighbours, which are held-out captions that go on with words of a planted one (of
            those whose image was not a planted picture before)
 back       planted pictures that an attack brings back, and the steps until half of them are: searches of 400 steps for
-           embeddings (three learning rates, two starts) or soft tokens, and the other attacks of fewer. Pictures that
-           no model was trained on are searched beside: their likeness is what a search paints by itself
+           embeddings (three learning rates, two starts), for four embeddings by timestep, or for soft tokens, and the
+           other attacks of fewer. Images are compared at the miniature's guidance and at 1. Pictures that no model was
+           trained on are searched beside: their likeness is what a search paints by itself
 
 Work lies in `--work` and goes on where it was stopped. The output holds what `--results` of earlier runs hold of other
 trainings and methods as well; without a training these alone. `make figures` writes the tables of the documentation.
@@ -65,6 +66,7 @@ RATES, SEARCH_STEPS, DRAWS, CONTROLS = (0.3, 1.0), 400, 4, 3
 FURTHER_STEPS = 60
 ATTACKS = {
     "embeddings": {"starts": ("original", "unrelated"), "steps": SEARCH_STEPS},
+    "timed": {"starts": ("timed",), "steps": SEARCH_STEPS},
     "soft": {"starts": ("soft",), "steps": SEARCH_STEPS},
     **{
         name: {"starts": (name,), "steps": FURTHER_STEPS}
@@ -482,15 +484,13 @@ def main(
         for each in run["results"]
     ]
     every = list(
-        {(each["training"], each["method"], each.get("seed", 0)): each for each in [*earlier, *found]}.values()
+        {(each["training"], row_name(each), each.get("seed", 0)): each for each in [*earlier, *found]}.values()
     )
     print(page({"results": every}))
     shapes = [each for each in every if each.get("world", "captioned shapes") == "captioned shapes"]
     near = {
-        method: nearness(
-            "embeddings", by_training(own), {e["training"]: e for e in shapes if e["method"] == "retrained"}
-        )
-        for method in METHODS
-        if (own := [each for each in shapes if each["method"] == method and "embeddings" in each["back"]])
+        name: nearness("embeddings", by_training(own), {e["training"]: e for e in shapes if e["method"] == "retrained"})
+        for name in dict.fromkeys(map(row_name, shapes))
+        if (own := [each for each in shapes if row_name(each) == name and "embeddings" in each["back"]])
     }
     return {"results": every, "nearer than never-trained pictures, than retrained": near}

@@ -5,6 +5,7 @@ another seed. What it says is clipped to the range in which faces are drawn, -1 
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -55,10 +56,12 @@ class Reading:
         self.model = text_to_image(faces_pipeline())
         self.network, self.explained = reader(work, steps)
 
-    def images(self, points: Tensor, noises: list[int]) -> Tensor:
-        """One image of each point and noise, shape `(points, noises, 3, side, side)`."""
+    def images(self, points: Tensor, noises: list[int], *, space: Any = None) -> Tensor:
+        """One image of each point and noise, shape `(points, noises, 3, side, side)`; `space`: in place of its own."""
         captions = [CAPTIONS[number % len(CAPTIONS)] for number in range(len(noises))]
-        return generate_images(self.model, self.space, points.float(), captions, noises, guidance=1.0, steps=STEPS)
+        return generate_images(
+            self.model, space or self.space, points.float(), captions, noises, guidance=1.0, steps=STEPS
+        )
 
     def attributes(self, images: Tensor) -> Tensor:
         """Clipped attributes of every image, shape `(points, noises, attributes)`."""

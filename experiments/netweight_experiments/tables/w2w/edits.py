@@ -69,8 +69,8 @@ class _Run:
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Slid:
-    """A space whose points all wear one more adapter."""
+class SlidSpace:
+    """A space to whose points the changes of one more adapter are added, such as of a slider."""
 
     space: WeightSpace
     worn: Mapping[str, Tensor]
@@ -206,7 +206,7 @@ def _corrected(setup: Setup, wanted: Wanted, direction: Direction) -> Any:
 def _slide(setup: Setup, wanted: Wanted) -> Any:
     slider = setup.sliders()[wanted.title]
     worn = {name: change.dense().float() for name, change in slider.factors.items()}
-    return lambda points, strength: painted(setup, points, space=_Slid(setup.space, worn, strength))
+    return lambda points, strength: painted(setup, points, space=SlidSpace(setup.space, worn, strength))
 
 
 def _mean_match(setup: Setup, wanted: Wanted, images: Tensor) -> float:

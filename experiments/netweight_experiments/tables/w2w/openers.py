@@ -189,12 +189,13 @@ def _stranger(number: int, images: int) -> Stranger:
 @cache
 def _sliders(model: PipelineModel, layers: str) -> Mapping[str, Adapter]:
     """Sliders of pairs that are alike but for the attribute; as other adapters of the miniature, of rank 1."""
-    pairs = [_pairs(title, column) for title, column in _EDITS.items()]
+    pairs = [face_pairs(title, column) for title, column in _EDITS.items()]
     found = train_sliders(model, pairs, _SLIDER, layers=layers, each=FaceBank.each)
     return {name: found.stack.adapter(place) for place, name in enumerate(found.names)}
 
 
-def _pairs(title: str, column: str) -> SliderPairs:
+def face_pairs(title: str, column: str) -> SliderPairs:
+    """Return drawings of the same people, with the least and with the most of an attribute."""
     generator = torch_generator(_SEED, "pairs", column)
     faces, changes = people(_PAIRS, generator), nuisances(_PAIRS, generator)
     grounds = torch.arange(_PAIRS) % len(GROUNDS)
