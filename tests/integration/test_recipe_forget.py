@@ -210,7 +210,7 @@ def test_what_audits_cannot_use_is_named_before_any_work(done, tmp_path):
     table = folder / "wrong.csv"
     table.write_text("prompt,image,kind\n,0.png,verbatim\nb,none.png,\nc,0.png,exact\n")
     wrong = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]["message"]
-    for part in ("has 3 rows", "line 2: no prompt", "line 3: there is no file", "line 4: kind is 'exact'"):
+    for part in ("has 3 rows", "line 2: prompt is empty", "line 3: there is no file", "line 4: kind is 'exact'"):
         assert part in wrong
     table.write_text("words,image\na,0.png\n")
     column = audit(folder, edited, tmp_path / "out", "--targets", table, code=(2,))["error"]

@@ -1,5 +1,7 @@
 """Value layers, statistics, similarity and detection: independent oracles, published formats, refusals."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -364,6 +366,17 @@ def test_files_without_prompts_are_refused_with_the_reason(tmp_path):
             read_prompts(tmp_path / name)
     with pytest.raises(UsageError, match="There is no file"):
         read_prompts(tmp_path / "none.txt")
+
+
+def test_captions_are_split_at_ends_of_lines_alone(tmp_path):
+    # Captions of the web contain separators at which Python's splitlines would cut them in two.
+    odd = "a\u2028line\x85separator\x0b and a \x1c file"
+    (tmp_path / "a.txt").write_bytes(f"{odd}\r\nsecond\rthird\n\u200b\n".encode())
+    assert read_prompts(tmp_path / "a.txt") == [odd, "second", "third"]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": odd}, ensure_ascii=False) + "\n")
+    (tmp_path / "a.csv").write_text('id,prompt\n1,"said ""so"", twice\non two lines \U0001f600 "\n')
+    assert read_prompts(tmp_path / "a.jsonl") == [odd]
+    assert read_prompts(tmp_path / "a.csv") == ['said "so", twice\non two lines \U0001f600']
 
 
 def test_anchors_keep_their_places(tmp_path):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
 pytest.importorskip("transformers", reason="transformers is in the diffusion extra")
@@ -16,7 +17,7 @@ from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import check_lengths, load_text_to_image, text_to_image
-from netweight.methods.forget.detect import Threshold, detect
+from netweight.methods.forget.detect import Threshold, detect, detect_resumably
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.edits import ClosedForm, Distil, Siss
 from netweight.methods.forget.folder import forget_folder
@@ -228,11 +229,17 @@ def test_a_lora_in_the_folder_is_merged_edited_and_undone(tmp_path):
     peft = pytest.importorskip("peft", reason="peft is in the llm extra")
     pipeline = stable_diffusion()
     pipeline.save_pretrained(tmp_path / "adapted")
+    for path in [*(tmp_path / "adapted").glob("*/*.safetensors")]:  # with fp16 files beside
+        half = {name: value.half() for name, value in load_file(path).items()}
+        save_file(half, path.with_name(f"{path.stem}.fp16.safetensors"), {"format": "pt"})
     plain = load_text_to_image(tmp_path / "adapted").digest()
     torch.manual_seed(1)
     pipeline.unet.add_adapter(peft.LoraConfig(target_modules=["to_v", "to_k"], init_lora_weights=False))
-    layers = peft.get_peft_model_state_dict(pipeline.unet)
-    diffusers.StableDiffusionPipeline.save_lora_weights(tmp_path / "adapted", unet_lora_layers=layers)
+    pipeline.text_encoder.add_adapter(peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    layers, words = map(peft.get_peft_model_state_dict, (pipeline.unet, pipeline.text_encoder))
+    diffusers.StableDiffusionPipeline.save_lora_weights(
+        tmp_path / "adapted", unet_lora_layers=layers, text_encoder_lora_layers=words
+    )
     model, adapted = load_text_to_image(tmp_path / "adapted"), text_to_image(pipeline)
     assert model.digest() != plain
     made, wanted = (one.generate(one.embed([PROMPT]), [0], steps=2) for one in (model, adapted))
@@ -247,8 +254,10 @@ def test_a_lora_in_the_folder_is_merged_edited_and_undone(tmp_path):
     })  # fmt: skip
     record = forget_folder(tmp_path / "adapted", tmp_path / "edited", settings)
     assert record.before == model.digest()
-    undo_folder(tmp_path / "edited", tmp_path / "merged")
-    assert load_text_to_image(tmp_path / "merged").digest() == model.digest()
+    assert {path.split("/")[0] for path in record.files.edited} == {"text_encoder", "unet"}
+    undone = undo_folder(tmp_path / "edited", tmp_path / "merged")
+    assert undone.equal == len(record.files.digests)
+    assert load_text_to_image(tmp_path / "merged").identity() == model.identity()
 
 
 def test_prompts_longer_than_the_window_are_named(tmp_path):
@@ -293,3 +302,36 @@ def test_an_edit_of_another_model_is_refused():
     model, other = (text_to_image(stable_diffusion(seed=seed)) for seed in (0, 1))
     with pytest.raises(UsageError, match="not the model that the edit produced"):
         undo(other, forget(model, [PROMPT], ORDINARY, edit=ONCE))
+
+
+def test_results_of_another_pipeline_are_not_taken_from_the_same_folder(tmp_path):
+    """A fine-tuned text encoder, another scheduler or another size changes scores, though the U-Net is the same."""
+    model = text_to_image(stable_diffusion())
+    config = DetectionConfig(seeds=(0, 1), steps=2)
+
+    def scores(other):
+        return [each.wen for each in detect_resumably(other, ORDINARY[:2], config, folder=tmp_path / "scores")]
+
+    first = scores(model)
+    with torch.no_grad():
+        tuned = stable_diffusion()
+        tuned.text_encoder.get_input_embeddings().weight.mul_(3)
+    velocity = text_to_image(stable_diffusion(prediction="v_prediction"))
+    larger = text_to_image(stable_diffusion(), size=(32, 32))
+    others = [text_to_image(tuned), velocity, larger]
+    assert all(other.digest() == model.digest() for other in others)
+    assert len({model.identity(), *(other.identity() for other in others)}) == 4
+    assert all(scores(other) != first for other in others)
+    assert scores(text_to_image(stable_diffusion())) == first
+
+
+def test_a_prompt_that_encoders_read_like_an_ordinary_one_is_refused(tmp_path):
+    """CLIP's tokenizer reads neither capital letters nor spaces; an edit could not forget and keep the same tokens."""
+    stable_diffusion().save_pretrained(tmp_path / "pipeline")
+    (tmp_path / "ordinary.txt").write_text("\n".join(["A  Large blue CIRCLE", *ORDINARY]))
+    (tmp_path / "targets.csv").write_text(f"prompt,image\n{PROMPT},one.png\n")
+    Image.new("RGB", (16, 16)).save(tmp_path / "one.png")
+    settings = FolderForgetting.of({"targets": tmp_path / "targets.csv", "ordinary": tmp_path / "ordinary.txt"})
+    with pytest.raises(UsageError, match="'A  Large blue CIRCLE', which is ordinary, are the same tokens"):
+        forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
+    assert not (tmp_path / "edited").exists()

@@ -1,6 +1,7 @@
 """Pictures as clinics, phones and hubs have them; the oracle is the 8-bit picture that each file was made of."""
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -258,6 +259,25 @@ def test_tables_of_picture_folders_are_pairs(tmp_path, columns):
     (tmp_path / "long.csv").write_text(f"image,prompt\n{long},harbor\n")
     with pytest.raises(UsageError, match="there is no file"):
         read_pairs(tmp_path / "long.csv", (28, 28))
+
+
+def test_pairs_are_read_as_carefully_as_prompts(tmp_path):
+    (tmp_path / "images").mkdir()
+    Image.fromarray(plain(0)).save(tmp_path / "images" / "a b.png")
+    rows = ['" harbor ","images/a b.png "', '"lights",images\\a b.png']
+    (tmp_path / "t.csv").write_text("\n".join(["prompt,image", *rows]))
+    found = read_pairs(tmp_path / "t.csv", (28, 28))
+    assert [pair.prompt for pair in found.pairs] == ["harbor", "lights"]
+    odd = [{"prompt": "\ud83d", "image": "images/a b.png"}, {"prompt": "\u200b", "image": "x" * 300},
+           {"prompt": 7, "image": "\ud83d.png"}, {"prompt": "a", "image": "a\0b"}]  # fmt: skip
+    (tmp_path / "odd.json").write_text(json.dumps(odd))
+    with pytest.raises(UsageError) as refusal:
+        read_pairs(tmp_path / "odd.json", (28, 28))
+    for part in (
+        "row 0: prompt contains half of a character", "row 1: prompt is empty, there is no file", "(300 characters)",
+        "row 2: prompt is neither text nor messages", "row 3: there is no file",
+    ):  # fmt: skip
+        assert part in str(refusal.value)
 
 
 def test_pairs_of_another_shape_are_cut_in_the_middle_as_in_training(tmp_path):

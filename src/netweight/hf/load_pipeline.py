@@ -16,6 +16,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -34,6 +35,7 @@ from netweight.hf.noise_schedules import NoiseSchedule
 from netweight.hf.pipeline_files import PipelineFiles
 from netweight.hf.pipeline_files import check_pipeline as check_pipeline
 from netweight.hf.pipeline_settings import PipelineSettings
+from netweight.hf.textual_inversion import has_word, load_textual_inversions, textual_inversions
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
 
@@ -54,6 +56,7 @@ class PipelineModel:
         name: What it is called in reports.
         files: The files that it was read from; None for a pipeline that was given in memory.
         lora: Whether a LoRA of the folder was merged, so that the weights are not those of the files.
+        unread_words: Words of textual inversions that lie in the folder and were not loaded, with their files.
     """
 
     def __init__(self, pipeline: Any, kind: Denoiser, name: str) -> None:
@@ -61,6 +64,7 @@ class PipelineModel:
         self.name = name
         self.files: PipelineFiles | None = None
         self.lora = False
+        self.unread_words: dict[str, Path] = {}
         self._kind = kind
 
     @property
@@ -112,6 +116,32 @@ class PipelineModel:
             [[name, str(value.dtype), list(value.shape), digest_tensor(value)] for name, value in state]
         )
 
+    def identity(self) -> str:
+        """Return a digest of everything that decides on its images: weights, tokenizers, scheduler and size."""
+        config = self.pipeline.config
+        scheduler = self.pipeline.scheduler
+        return digest_config({
+            "denoiser": self.digest(),
+            "other parts": self._other_parts,
+            "scheduler": [type(scheduler).__name__, {key: repr(value) for key, value in scheduler.config.items()}],
+            "pipeline": {key: value for key, value in config.items() if isinstance(value, bool)},
+            "latents": list(self.latent_shape),
+        })  # fmt: skip
+
+    @cached_property
+    def _other_parts(self) -> dict[str, str]:
+        """Digests of the text encoders, the autoencoder and the tokenizers, which no method here changes."""
+        digests = {}
+        for name, part in self.pipeline.components.items():
+            if name in _UNUSED or part is self.denoiser:
+                continue
+            if isinstance(part, nn.Module):
+                state = sorted(part.state_dict().items())
+                digests[name] = digest_config([[key, str(value.dtype), digest_tensor(value)] for key, value in state])
+            elif hasattr(part, "get_vocab"):
+                digests[name] = digest_config(ascii([sorted(part.get_vocab().items()), part.model_max_length]))
+        return digests
+
     def embed(self, prompts: Sequence[str], tokens: Tensor | None = None) -> Text:
         """Return prompts as the pipeline itself embeds them; long ones are cut as it cuts them.
 
@@ -119,11 +149,24 @@ class PipelineModel:
         """
         if not prompts:
             raise UsageError("There is no prompt to embed.", cure="Give at least one; the empty one is ''.")
+        self._refuse_unread_words(prompts)
         if tokens is None:
             with torch.no_grad():
                 return self._kind.embedded(prompts)
         with hooked([(self._token_layer, lambda _module, _inputs, output: tokens.to(output))]):
             return self._kind.embedded(prompts)
+
+    def _refuse_unread_words(self, prompts: Sequence[str]) -> None:
+        """Refuse a prompt with the word of a textual inversion that was not loaded: it would be read as letters."""
+        for word, file in self.unread_words.items():
+            prompt = next((each for each in prompts if has_word(each, word)), None)
+            if prompt is not None:
+                raise UsageError(
+                    f"The prompt {prompt!r} contains {word!r}, the word of a textual inversion that is not loaded.",
+                    cure=f"Load it: --embedding {file} (in Python, embeddings=[...]). Where a command has no such "
+                    "option, save the pipeline with it once (load_textual_inversion, then save_pretrained), or remove "
+                    "the file.",
+                )
 
     def token_embeddings(self, prompts: Sequence[str]) -> Tensor:
         """Return what the text encoder reads for prompts, shape `(n, tokens, width)`."""
@@ -408,6 +451,7 @@ def load_text_to_image(
     name: str | None = None,
     variant: str | None = None,
     size: tuple[int, int] | None = None,
+    embeddings: Sequence[Path] = (),
 ) -> PipelineModel:
     """Open a pipeline's folder.
 
@@ -420,6 +464,7 @@ def load_text_to_image(
         name: What the model is called in reports; by default the folder's name.
         variant: Which weights are read where a part has several, such as `fp16`; by default the usual files.
         size: Height and width of images in pixels; by default what the configuration of the denoiser says.
+        embeddings: Files of textual inversions, whose words are added to the tokenizers and text encoders.
 
     Returns:
         The model.
@@ -447,9 +492,13 @@ def load_text_to_image(
         )
     _decompress(pipeline)
     lora = _merge_lora(pipeline, folder)
+    load_textual_inversions(pipeline, embeddings)
     check_device(device)
     model = text_to_image(pipeline.to(device), name=name or folder.resolve().name, size=size)
     model.files, model.lora = files, lora
+    model.unread_words = {
+        each.word: each.file for each in textual_inversions(folder) if each.word not in pipeline.tokenizer.get_vocab()
+    }
     pipeline.set_progress_bar_config(disable=True)
     return model
 
@@ -497,7 +546,10 @@ def _finite(weight: Tensor) -> bool:
 
 def open_pipeline(folder: str | Path, settings: PipelineSettings, *, name: str | None = None) -> PipelineModel:
     """Open a pipeline's folder as settings say; see `load_text_to_image`."""
-    return load_text_to_image(folder, device=settings.device, name=name, variant=settings.variant, size=settings.pixels)
+    return load_text_to_image(
+        folder, device=settings.device, name=name, variant=settings.variant, size=settings.pixels,
+        embeddings=settings.embeddings,
+    )  # fmt: skip
 
 
 def _dtypes(files: PipelineFiles) -> dict[str, torch.dtype]:
@@ -587,6 +639,17 @@ def check_lengths(model: PipelineModel, prompts: Sequence[str]) -> None:
                 f"The prompt {prompt!r} has {count} tokens; the text encoder reads {limit}.",
                 cure="Shorten it to the part that the encoder reads: the rest does not take part in memorization.",
             )
+
+
+def token_numbers(model: PipelineModel, prompt: str) -> tuple[tuple[int, ...], ...]:
+    """Return what the text encoders read of a prompt: the numbers of its tokens, cut as the pipeline cuts them.
+
+    Prompts of the same numbers are the same to the model, even if they differ in capital letters, spaces, or beyond
+    the encoders' windows.
+    """
+    return tuple(
+        tuple(tokenizer(prompt, truncation=True, max_length=limit).input_ids) for tokenizer, limit in model.tokenizers
+    )
 
 
 def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:

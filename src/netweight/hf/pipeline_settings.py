@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Literal, final
 
-from pydantic import Field
+from pydantic import Field, FilePath
 
 from netweight.errors import UsageError
 from netweight.settings import Cli, Settings
@@ -30,6 +30,12 @@ class PipelineSettings(Settings):
         "crop",
         description="How pictures of another shape are brought to that size: crop cuts out the middle, as in "
         "the training of most models; stretch distorts; pad adds black bars.",
+    )
+
+    embeddings: Annotated[tuple[FilePath, ...], Cli(name="--embedding")] = Field(
+        (),
+        description="Textual inversion (learned_embeds.safetensors, or a file of AUTOMATIC1111 or kohya) whose word "
+        "the prompts contain; may be given several times.",
     )
 
     def check(self) -> None:

@@ -177,6 +177,12 @@ class TextToImage(Protocol):
     def digest(self) -> str:
         """Return a digest of the denoiser's weights, which an edit record names."""
 
+    def identity(self) -> str:
+        """Return a digest of everything that decides on its images: by it, results of an earlier run are found again.
+
+        It covers the denoiser, the text encoders with their tokenizers, the autoencoder, the scheduler and the size.
+        """
+
     def embed(self, prompts: Sequence[str]) -> Text:
         """Return prompts as the denoiser receives them; `""` is the empty one. No denoiser is run."""
 

@@ -45,6 +45,8 @@ class PreparedSearch:
     descriptor: Descriptor
     roles: SubjectRoles
     """The names of the subject before the edit and after it."""
+    remarks: tuple[str, ...] = ()
+    """Decisions of the reader of pictures."""
 
     @property
     def goal(self) -> str:
@@ -67,8 +69,8 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
     check_figures()
     if search.base is None:
         raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
-    for table in search.tables:
-        check_pairs(table)  # before models are loaded
+    for path in search.tables:
+        check_pairs(path)  # before models are loaded
     unrelated = PLAIN_PROMPTS if search.unrelated is None else tuple(read_prompts(search.unrelated))
     descriptor: Descriptor = CenteredPixels() if search.sscd is None else sscd(search.sscd, str(search.sscd_sha256))
     folders = {"original": search.base, "edited": model, **search.also}
@@ -81,16 +83,18 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
         )
     settings = search.search if "error" in search.search.given else search.search.replace(error=kinds.pop())
     size = models["original"].image_size
-    pairs = read_pairs(search.targets, size, search.pipeline.fit).pairs
+    table = read_pairs(search.targets, size, search.pipeline.fit)
+    pairs, remarks = table.pairs, table.remarks
     targets = [Target(pair.name, pair.prompt, pair.image) for pair in pairs]
     controls = [turned(target) for target in targets]
     never: tuple[MemorizedPair, ...] = ()
     if search.controls is not None:
-        never = read_pairs(search.controls, size, search.pipeline.fit).pairs
+        table = read_pairs(search.controls, size, search.pipeline.fit)
+        never, remarks = table.pairs, (*remarks, *table.remarks)
         controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
     return PreparedSearch(
         tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
-        unrelated, settings, descriptor, SubjectRoles("original", "edited", search.least_resistance),
+        unrelated, settings, descriptor, SubjectRoles("original", "edited", search.least_resistance), remarks,
     )  # fmt: skip
 
 
@@ -106,7 +110,8 @@ def attack(target: AttackOutcome, settings: FolderSearch, progress: Progress) ->
     section = replace(section, intro=f"{section.intro}\n\nBrought back means: {prepared.goal}.")
     verdicts = {name: verdict(comparison, name)[1] for name in comparison.subjects}
     lines = [f"{name}: {words}" for name, words in verdicts.items()]
-    return Result(lines, [section], {"verdicts": verdicts, "ledger": str(folder / f"{SEARCHES}.jsonl")})
+    payload = {"verdicts": verdicts, "ledger": str(folder / f"{SEARCHES}.jsonl")}
+    return Result(lines, [section], payload, warnings=prepared.remarks)
 
 
 def check(model: Path | None, settings: FolderSearch) -> None:

@@ -507,7 +507,7 @@ def compare(
     folder = Path(folder)
     by_name = {subject.name: subject for subject in subjects}
     images = {target.name: target for target in targets}
-    digests = {subject.name: subject.model.digest() for subject in subjects}
+    digests = {subject.name: subject.model.identity() for subject in subjects}
     configs = [
         _RunConfig(
             subject.name, digests[subject.name], subject.setting, target.name, target.prompt,

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, final, get_args
+from typing import TYPE_CHECKING, Any, cast, final, get_args
 
 from torch import Tensor
 
 from netweight.data.images.pictures import Fit, decode_pictures
-from netweight.data.prompts import COLUMNS
+from netweight.data.prompts import COLUMNS, prompt_of
+from netweight.data.row_layouts import UnusableText
 from netweight.data.rows import Row, RowErrors, Rows, read_rows
 from netweight.errors import NameNotFound
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 _IMAGES = ("image", "file_name", "image_path", "path", "file")  # columns of picture files, as tables name them
-_LONGEST_PATH = 4096  # bytes; a longer text, such as an encoded picture, is not a path
+_SHOWN_PATH = 200  # characters of a path that a message shows; a longer text is no path, but an encoded picture
 
 
 @final
@@ -61,22 +62,16 @@ class Pairs:
 
 def check_pairs(path: str | Path) -> Rows:
     """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
-    table = read_rows(path)
-    columns = {part: _column(table, names) for part, names in (("prompt", COLUMNS), ("image", _IMAGES))}
-    rows = Rows(
-        table.name,
-        [
-            Row(row.where, {**{part: row.values.get(name) for part, name in columns.items()},
-                            "kind": row.values.get("kind")})
-            for row in table.rows
-        ],
-    )  # fmt: skip
-    errors = RowErrors(rows.name)
-    for row in rows.rows:
-        for problem in _wrong(row, Path(path).parent):
+    table, folder = read_rows(path), Path(path).parent
+    prompt, image = (_column(table, names) for names in (COLUMNS, _IMAGES))
+    errors, rows = RowErrors(table.name), []
+    for row in table.rows:
+        values, problems = _values(row, prompt, image, folder)
+        for problem in problems:
             errors.add(row.where, problem)
+        rows.append(Row(row.where, values))
     errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
-    return rows
+    return Rows(table.name, rows)
 
 
 def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pairs:
@@ -117,23 +112,43 @@ def _column(table: Rows, names: Sequence[str]) -> str:
     return column
 
 
-def _wrong(row: Row, folder: Path) -> list[str]:
-    """Return what is wrong with a row."""
+def _values(row: Row, prompt: str, image: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the prompt, the image's path and the kind of a row, and what is wrong with them."""
     from netweight.metrics.copies import Kind
 
-    prompt, image, kind = (row.values.get(name) for name in ("prompt", "image", "kind"))
+    values: dict[str, Any] = {"kind": row.values.get("kind") or None}
     wrong = []
-    if not isinstance(prompt, str) or not prompt.strip():
-        wrong.append("no prompt")
-    if isinstance(image, Mapping):
+    try:
+        values["prompt"] = prompt_of(row.values.get(prompt), prompt)
+    except UnusableText as error:
+        wrong.append(str(error))
+    path = row.values.get(image)
+    if isinstance(path, Mapping):
         wrong.append("its image is inside the table itself")
-    elif not isinstance(image, str) or not image:
+    elif not isinstance(path, str) or not path.strip():
         wrong.append("no image")
-    elif len(image.encode()) > _LONGEST_PATH or not (folder / image).is_file():
-        wrong.append(f"there is no file {folder / image}")
-    if kind and kind not in get_args(Kind):
-        wrong.append(f"kind is {kind!r}, not {' or '.join(get_args(Kind))}")
-    return wrong
+    elif (written := _written(path, folder)) is None:
+        shown = path if len(path) <= _SHOWN_PATH else f"{path[:_SHOWN_PATH]}… ({len(path)} characters)"
+        wrong.append(f"there is no file {folder / shown}")
+    else:
+        values["image"] = written
+    if values["kind"] is not None and values["kind"] not in get_args(Kind):
+        wrong.append(f"kind is {values['kind']!r}, not {' or '.join(get_args(Kind))}")
+    return values, wrong
+
+
+def _written(path: str, folder: Path) -> str | None:
+    """Return the path of an image as it is written here, or None if there is no such file.
+
+    Tables from Windows separate folders with backslashes.
+    """
+    for way in (path, path.strip(), path.strip().replace("\\", "/")):
+        try:
+            if (folder / way).is_file():
+                return way
+        except OSError:  # a text that is too long for a path
+            return None
+    return None
 
 
 def _names(prompts: Sequence[str]) -> list[str]:

@@ -11,6 +11,7 @@ from netweight.core.files import digest_file, refuse_existing, whole_file
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import open_pipeline
+from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.methods.forget.check import EditCheck
 from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of
 from netweight.methods.forget.edited_folder import undo_folder
@@ -67,7 +68,7 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
     given = None if settings.threshold is None else _threshold(settings.threshold)
     model, config = open_pipeline(pipeline, settings.pipeline), settings.detection
-    identity, look = model.digest(), look_of(model, config)
+    identity, look = model.identity(), look_of(model, config)
     if given is not None:
         check_threshold(given, identity, look)
     scores = {
@@ -122,7 +123,8 @@ def localize(settings: FolderLocalization, context: Context, pipeline: Path, out
         payload={"results": str(out / "neurons.json"), "table": str(out / "neurons.csv"),
                  "prompts": [each.to_json() for each in localized]},
         written=(out,), warnings=[f"{len(left)} prompts are not resolved, such as {left[0]!r}."] if left else [],
-        next=(shell_line("netweight", "forget", "apply", pipeline, "edited", "--neurons", out / "neurons.json"),),
+        next=(shell_line("netweight", "forget", "apply", pipeline, "edited", "--neurons", out / "neurons.json",
+                         *_pipeline_options(settings.pipeline)),),
     )  # fmt: skip
 
 
@@ -161,7 +163,7 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
         warnings.append("It was not checked whether pictures still come back.")
     audit = shell_line(
         "netweight", "forget", "audit", destination, "--base", pipeline, "--targets", settings.targets or "targets.csv",
-        "--ordinary", settings.ordinary or "ordinary.txt", "--out", "audit",
+        "--ordinary", settings.ordinary or "ordinary.txt", *_pipeline_options(settings.pipeline), "--out", "audit",
     )  # fmt: skip
     return Result(
         lines, sections, written=(destination,), next=(audit,), warnings=warnings,
@@ -204,9 +206,18 @@ def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed
     done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=context.progress)
     lines = [f"{name}: {each}" for name, each in (*done.suppressed.items(), *done.searched.items())]
     return Result(
-        lines, report.sections, report=report.write(out), written=(out,),
+        lines, report.sections, report=report.write(out), written=(out,), warnings=done.remarks,
         payload={"suppressed": dict(done.suppressed), "searched": dict(done.searched)},
     )  # fmt: skip
+
+
+def _pipeline_options(settings: PipelineSettings) -> list[str]:
+    """The options with which a further command opens a pipeline as this one did."""
+    words = []
+    for name, value in settings.given.items():
+        several, option = isinstance(value, tuple), "embedding" if name == "embeddings" else name
+        words += [word for each in (value if several else (value,)) for word in (f"--{option}", str(each))]
+    return words
 
 
 def _threshold(text: str) -> Threshold:

@@ -205,7 +205,7 @@ def detect_resumably(
     if not prompts:
         raise UsageError("There is no prompt to score.", cure="Give at least one.")
     config = config or DetectionConfig()
-    identity = model.digest()
+    identity = model.identity()
     items = [{"prompt": prompt, "model": identity, "config": influences(config)} for prompt in prompts]
     at_once = max(1, config.rows // len(config.seeds))
 

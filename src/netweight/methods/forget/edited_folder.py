@@ -29,6 +29,7 @@ from netweight.hf.pipeline_files import (
     tensor_bytes,
     tensor_places,
 )
+from netweight.hf.textual_inversion import textual_inversions
 from netweight.job import Job, check_destination
 from netweight.methods.forget.records import FOLDER, EditedFiles, EditRecord, read_records
 
@@ -82,7 +83,7 @@ def write_edited(
                 replace_tensors(tree / path, own)
                 edited[path.as_posix()] = digest_file(tree / path)
                 continue
-            rounded, overwritten = _in_another_file(files.folder, path, tensors, read)
+            rounded, overwritten = _in_another_file(files.folder, path, tensors, read, merged=model.lora)
             if rounded is None:
                 unedited.append(path.as_posix())
                 continue
@@ -200,8 +201,9 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def other_weights_of(folder: Path) -> list[Path]:
-    """Return files of other programs that may hold a pipeline's weights, except the LoRA that is merged."""
-    return other_weights(folder)
+    """Return files of other programs that may hold a pipeline's weights: not its LoRA, and no embeddings of words."""
+    words = {each.file.relative_to(folder) for each in textual_inversions(folder)}
+    return [path for path in other_weights(folder) if path not in words]
 
 
 def _changed_tensors(model: PipelineModel, record: EditRecord) -> dict[str, dict[str, Tensor]]:
@@ -234,10 +236,14 @@ def _changed_tensors(model: PipelineModel, record: EditRecord) -> dict[str, dict
                 )
             path, place = places[there]
             value = parameters[name].detach().cpu().to(place.dtype)
+            if value.ndim == 2 and value.shape[1:] == place.shape[1:]:
+                # Words of textual inversions are rows that the files do not have.
+                value = value[: place.shape[0]]
             if tensor_bytes(value) != tensor_bytes(read_tensor(model.files.folder / path, place)):
                 changed[there] = value
                 with torch.no_grad():
-                    parameters[name].copy_(value.to(parameters[name]))
+                    target = parameters[name][: len(value)] if value.ndim else parameters[name]
+                    target.copy_(value.to(target))
         if changed:
             changes[part] = changed
     return changes
@@ -270,9 +276,12 @@ def _holders(tree: Path, sources: Sequence[Path], names: set[str]) -> Iterator[P
 
 
 def _in_another_file(
-    folder: Path, path: Path, tensors: Mapping[str, Tensor], read: Mapping[str, tuple[Path, TensorPlace]]
-) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:
+    folder: Path, path: Path, tensors: Mapping[str, Tensor], read: Mapping[str, tuple[Path, TensorPlace]], *,
+    merged: bool,
+) -> tuple[dict[str, Tensor] | None, dict[str, Tensor]]:  # fmt: skip
     """Edited tensors for a further file, if it holds roundings of the weights that were edited; and its own, to keep.
+
+    With a LoRA merged, its own are all kept: the record of the edit holds weights from after the merge.
 
     Returns:
         The tensors in the dtypes of the file, or None if it holds other weights; and those that do not follow from
@@ -287,7 +296,7 @@ def _in_another_file(
         if there.shape != before.shape or not _same_weights(there, before):
             return None, {}
         rounded[name] = tensors[name].to(place.dtype)
-        if tensor_bytes(before.to(place.dtype)) != tensor_bytes(there):
+        if merged or tensor_bytes(before.to(place.dtype)) != tensor_bytes(there):
             originals[name] = there
     return rounded, originals
 

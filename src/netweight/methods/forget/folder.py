@@ -24,6 +24,7 @@ from netweight.hf.load_pipeline import (
     check_lengths,
     check_pipeline,
     open_pipeline,
+    token_numbers,
     trained_prediction,
 )
 from netweight.job import Job, check_destination
@@ -94,6 +95,7 @@ def forget_folder(
     prompts, ordinary, anchors = _asked(settings)
     model, earlier = open_pipeline(source, settings.pipeline), read_records(source)
     check_lengths(model, [*prompts, *(anchors or [])])
+    _check_read_apart(model, {"memorized": prompts, "ordinary": ordinary})
     pairs = _pairs(settings, model)
     with Job.beside(destination, overwrite=None) as job:
         checked = pairs if settings.verify else None
@@ -110,6 +112,10 @@ def forget_folder(
                 f"{len(ordinary)} ordinary prompts are few: statistics over them are unreliable, and the edit protects "
                 "other prompts less. Give 100 or more.",
             )
+        if settings.pipeline.embeddings:
+            names = ", ".join(path.name for path in settings.pipeline.embeddings)
+            remarks += (f"The words of {names} were known to the edit, and are not part of the result: load the same "
+                        "files where it is used.",)  # fmt: skip
         record = replace(record, remarks=remarks)
         return write_edited(job, model, record, destination, other_weights=settings.other_weights, undo=settings.undo)
 
@@ -166,6 +172,8 @@ class AuditResults:
     """Prompt → description of the edit's effect on its images."""
     searched: Mapping[str, str]
     """Model → description of the searches' results; empty if none were made."""
+    remarks: tuple[str, ...] = ()
+    """Decisions of the reader of pictures."""
 
 
 def audit_folder(
@@ -178,6 +186,8 @@ def audit_folder(
     localizations = localized(model)
     prepared = prepare(audit.search, model)
     models: dict[str, TextToImage] = {subject.name: subject.model for subject in prepared.subjects}
+    before: Any = models["original"]
+    _check_read_apart(before, {"memorized": prompts, "ordinary": ordinary, "other": others})
     _check_edit(model, models["original"].digest())
     if audit.search.unrelated is None:  # these are of the model's own kind
         prepared = dataclasses.replace(prepared, unrelated=tuple(ordinary))
@@ -218,7 +228,8 @@ def audit_folder(
     for each in sections:
         report.add(each)
     effects = {prompt: words for prompt, (_, words) in verdicts(made, config).items()}
-    return AuditResults(tuple(finding for each in sections for finding in each.findings), effects, searched)
+    results = tuple(finding for each in sections for finding in each.findings)
+    return AuditResults(results, effects, searched, prepared.remarks)
 
 
 def localized(model: str | Path) -> list[Localization] | None:
@@ -283,6 +294,18 @@ def _check_apart(groups: Mapping[str, Sequence[str]]) -> None:
     for (one, first), (two, second) in itertools.combinations(groups.items(), 2):
         if both := sorted(set(first) & set(second)):
             raise UsageError(f"The prompt {both[0]!r} is among the {one} and the {two}.", cure="Leave it out of one.")
+
+
+def _check_read_apart(model: PipelineModel, groups: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a prompt in one group that the text encoders read like a prompt in another one."""
+    numbers = {name: {token_numbers(model, prompt): prompt for prompt in prompts} for name, prompts in groups.items()}
+    for (one, first), (two, second) in itertools.combinations(numbers.items(), 2):
+        if both := sorted(first.keys() & second.keys()):
+            raise UsageError(
+                f"The prompt {first[both[0]]!r}, which is {one}, and the prompt {second[both[0]]!r}, which is {two}, "
+                "are the same tokens to the text encoders.",
+                cure="Leave one of them out.",
+            )
 
 
 def _check_edit(model: Path, base: str) -> None:

@@ -71,7 +71,7 @@ def generate_images(
     """
     if not prompts:
         raise UsageError("There is no prompt to generate images of.", cure="Give at least one.")
-    about = {"model": model.digest(), "setting": setting, **settings.to_json()}
+    about = {"model": model.identity(), "setting": setting, **settings.to_json()}
     # The number of rows at once does not change the images.
     del about["rows"]
     keys = {prompt: digest_config({**about, "prompt": prompt}) for prompt in prompts}

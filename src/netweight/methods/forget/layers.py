@@ -352,7 +352,7 @@ def measure_statistics(
             statistics = part if statistics is None else statistics.merged(part)
             task.update(len(chosen))
     assert statistics is not None  # there are prompts
-    return Statistics(statistics.means, statistics.deviations, statistics.prompts, model.digest())
+    return Statistics(statistics.means, statistics.deviations, statistics.prompts, model.identity())
 
 
 def _statistics(activations: Mapping[str, Tensor]) -> Statistics:

@@ -144,7 +144,7 @@ def localize(
     if not prompts:
         raise UsageError("There is no prompt to localize.", cure="Give at least one.")
     config = config or LocalizationConfig()
-    identity = model.digest()
+    identity = model.identity()
     layers = value_layers(model.denoiser, scope=config.scope)
     statistics.check(layers, identity)
     check_threshold(threshold, identity, look_of(model, config.detection))

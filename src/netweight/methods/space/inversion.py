@@ -281,7 +281,7 @@ def invert_targets(
     by_name = {target.name: target for target in targets}
     for target in targets:  # before any work begins
         _loss(model, [target], task)
-    about = {"model": model.digest(), "space": scores_digest(space.scores), "task": task.to_json()}
+    about = {"model": model.identity(), "space": scores_digest(space.scores), "task": task.to_json()}
     items: list[dict[str, Any]] = [{"name": each.name, "images": _digest(each), **about} for each in targets]
 
     def alone(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def calibrated(
     from netweight.methods.forget.detect import calibrate, detect_resumably, look_of
 
     scores = detect_resumably(model, ordinary, config, folder=folder, progress=progress)
-    return calibrate(scores[::2], model=model.digest(), look=look_of(model, config)), scores[1::2]
+    return calibrate(scores[::2], model=model.identity(), look=look_of(model, config)), scores[1::2]
 
 
 def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localization]]:

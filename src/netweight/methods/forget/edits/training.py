@@ -91,7 +91,7 @@ def train(edit: TrainedEdit, task: EditTask) -> EditOutcome:
     anchors = [each[0] for each in task.anchors]
     pictures = task.pictures
     key = {
-        "edit": edit.name, "settings": edit.to_json(), "before": task.model.digest(),
+        "edit": edit.name, "settings": edit.to_json(), "before": task.model.identity(),
         "prompts": digest_config([list(task.prompts), anchors, list(task.ordinary)]),
         "pictures": None if pictures is None else [[prompt, digest_tensor(image)] for prompt, image in pictures],
     }  # fmt: skip
