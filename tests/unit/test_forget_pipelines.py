@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from click.testing import CliRunner
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -15,6 +16,7 @@ from small_pipelines import WORDS, flux, stable_diffusion, stable_diffusion_3, s
 
 from netweight.attacks.embedding_search.search import paired, search
 from netweight.attacks.embedding_search.settings import SearchSettings
+from netweight.cli import netweight
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_pipeline import check_lengths, load_text_to_image, text_to_image
 from netweight.methods.forget.detect import Threshold, detect, detect_resumably
@@ -335,3 +337,34 @@ def test_a_prompt_that_encoders_read_like_an_ordinary_one_is_refused(tmp_path):
     with pytest.raises(UsageError, match="'A  Large blue CIRCLE', which is ordinary, are the same tokens"):
         forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
     assert not (tmp_path / "edited").exists()
+
+
+@pytest.mark.parametrize("make", [lambda: stable_diffusion_3(t5=False), stable_diffusion_3, flux])
+def test_a_folder_without_an_optional_encoder_is_opened_as_it_was_saved(make, tmp_path):
+    """SD3 is often kept without T5, which its model_index.json then says with null."""
+    pipeline = make()
+    pipeline.save_pretrained(tmp_path / "pipeline")
+    wanted = text_to_image(pipeline, size=(16, 16))
+    model = load_text_to_image(tmp_path / "pipeline", size=(16, 16))
+    assert model.identity() == wanted.identity()
+    assert torch.equal(model.embed([PROMPT]).states, wanted.embed([PROMPT]).states)
+
+
+def test_a_compressed_folder_has_the_lora_and_the_words_of_its_original(tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is in the llm extra")
+    pipeline = stable_diffusion()
+    pipeline.save_pretrained(tmp_path / "plain")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=12, target_modules=["to_v"], init_lora_weights=False)
+    pipeline.unet.add_adapter(config)
+    layers = peft.get_peft_model_state_dict(pipeline.unet)
+    diffusers.StableDiffusionPipeline.save_lora_weights(
+        tmp_path / "plain", unet_lora_layers=layers, unet_lora_adapter_metadata=config.to_dict()
+    )
+    save_file({"<cat-toy>": torch.randn(24)}, tmp_path / "plain" / "learned_embeds.safetensors")
+    done = CliRunner().invoke(netweight, ["compress", str(tmp_path / "plain"), str(tmp_path / "packed")])
+    assert done.exit_code == 0, done.output
+    plain, packed = (load_text_to_image(tmp_path / name) for name in ("plain", "packed"))
+    assert packed.lora
+    assert packed.identity() == plain.identity()
+    assert set(packed.unread_words) == set(plain.unread_words) == {"<cat-toy>"}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -38,9 +39,11 @@ from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.hf.textual_inversion import has_word, load_textual_inversions, textual_inversions
 from netweight.nn.hooks import hooked
 from netweight.nn.text_to_image import Prediction, Text
+from netweight.store.restoration import restore_file
 
 _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 LORA = "pytorch_lora_weights.safetensors"
+COMPRESSED_LORA = "pytorch_lora_weights.net.safetensors"
 # Pixels that an autoencoder decodes or encodes at a time: one picture of 512 × 512.
 _PIXELS = 2**18
 # Parts of a pipeline that no method here uses.
@@ -120,10 +123,12 @@ class PipelineModel:
         """Return a digest of everything that decides on its images: weights, tokenizers, scheduler and size."""
         config = self.pipeline.config
         scheduler = self.pipeline.scheduler
+        # Entries that begin with _ say where a configuration came from.
+        schedule = {key: repr(value) for key, value in scheduler.config.items() if not key.startswith("_")}
         return digest_config({
             "denoiser": self.digest(),
             "other parts": self._other_parts,
-            "scheduler": [type(scheduler).__name__, {key: repr(value) for key, value in scheduler.config.items()}],
+            "scheduler": [type(scheduler).__name__, schedule],
             "pipeline": {key: value for key, value in config.items() if isinstance(value, bool)},
             "latents": list(self.latent_shape),
         })  # fmt: skip
@@ -481,7 +486,10 @@ def load_text_to_image(
         open_compressed_with("diffusers")
         _import_parts(folder / "model_index.json")
     _check_parts(folder, files)
-    unused = {part: value for part, value in _UNUSED.items() if part in _index_of(folder)}
+    index = _index_of(folder)
+    unused = {part: value for part, value in _UNUSED.items() if part in index}
+    # Parts that a pipeline was saved without, such as the third text encoder of SD3.
+    unused |= {part: None for part, named in index.items() if isinstance(named, list) and named[:1] == [None]}
     with (
         opening(folder, "a diffusion pipeline", cure="Check that all its parts are there, or fetch it again."),
         silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view,
@@ -598,11 +606,15 @@ def _import_parts(index: Path) -> None:
 
 def _merge_lora(pipeline: Any, folder: Path) -> bool:
     """Merge the LoRA that lies in a pipeline's folder as diffusers' `save_lora_weights` names it, if there is one."""
-    if not (folder / LORA).is_file():
+    file = next((path for name in (LORA, COMPRESSED_LORA) if (path := folder / name).is_file()), None)
+    if file is None:
         return False
     if importlib.util.find_spec("peft") is None:
-        raise MissingExtra(f"{folder / LORA} needs peft, which is not installed.", cure="Run: pip install peft")
-    with silent_bars("transformers", "diffusers"):
+        raise MissingExtra(f"{file} needs peft, which is not installed.", cure="Run: pip install peft")
+    with silent_bars("transformers", "diffusers"), tempfile.TemporaryDirectory() as temporary:
+        if file.name == COMPRESSED_LORA:
+            restore_file(file, Path(temporary) / LORA, threads=1)
+            folder = Path(temporary)
         pipeline.load_lora_weights(folder, weight_name=LORA)
         pipeline.fuse_lora()
         pipeline.unload_lora_weights()

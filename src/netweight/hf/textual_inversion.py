@@ -17,7 +17,8 @@ from typing import Any, final
 
 from torch import Tensor
 
-from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
+from netweight.store import open_store
 
 ENDINGS = (".safetensors", ".bin", ".pt", ".pti")
 # A textual inversion of a hundred vectors for all encoders of a large pipeline is smaller than this number of bytes.
@@ -60,7 +61,7 @@ def read_textual_inversion(path: Path) -> TextualInversion:
     if isinstance(state.get("string_to_param"), Mapping):
         state = {"*": state["string_to_param"].get("*")}
     vectors = {str(name): value for name, value in state.items()}
-    one_encoder = len(vectors) == 1 and not vectors.keys() & _ENCODERS.keys()
+    one_encoder = len(vectors) == 1 and not vectors.keys() & _ENCODERS.keys() and _is_word(next(iter(vectors)))
     by_encoder = bool(vectors) and vectors.keys() <= _ENCODERS.keys()
     if not (one_encoder or by_encoder) or not all(map(_is_one, vectors.values())):
         raise Unsupported(
@@ -83,7 +84,7 @@ def textual_inversions(folder: Path) -> Iterator[TextualInversion]:
         if path.suffix in ENDINGS and path.is_file() and path.stat().st_size < _MOST_BYTES:
             try:
                 yield read_textual_inversion(path)
-            except (Unsupported, CorruptBlob):
+            except NetweightError:  # of another kind, or damaged; what is read of it elsewhere says so
                 continue
 
 
@@ -150,6 +151,11 @@ def _is_clip(encoder: Any) -> bool:
     return "clip" in str(getattr(encoder.config, "model_type", "")).lower()
 
 
+def _is_word(name: str) -> bool:
+    """Return whether a tensor's name can be a word, and is not that of a network's weight, such as `norm.weight`."""
+    return name in _NAMELESS or name.startswith("<") or "." not in name
+
+
 def _is_one(value: object) -> bool:
     """Return whether a value is one vector, or several."""
     return isinstance(value, Tensor) and value.is_floating_point() and value.ndim in (1, 2) and value.numel() > 0
@@ -161,15 +167,14 @@ def _rows(value: Tensor) -> Tensor:
 
 def _state(path: Path) -> Mapping[str, Any]:
     import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
 
     try:
         if path.suffix in (".safetensors", ".pti") and not zipfile.is_zipfile(path):
-            state: Any = load_file(path)
+            with open_store(path) as store:  # compressed by netweight, too
+                state: Any = {name: store.get(name) for name in store.names()}
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, SafetensorError, RuntimeError, OSError, EOFError, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CorruptBlob(f"{path} cannot be read as a file of tensors: {reason}") from error
     if isinstance(state, Tensor):

@@ -124,7 +124,7 @@ def edited(model, training, method, folder, seed, without):
     prompts = [each.prompt for each in training.verbatim]
     if method == "neurons":
         detection = DetectionConfig()
-        threshold = calibrate(detect(model, training.given[::4], detection), model=model.digest())
+        threshold = calibrate(detect(model, training.given[::4], detection), model=model.identity())
         usual, config = measure_statistics(model, training.given), LocalizationConfig(detection=detection)
         found = [localize_prompt(model, prompt, usual, threshold, config) for prompt in prompts]
         deactivate(model, union(found))

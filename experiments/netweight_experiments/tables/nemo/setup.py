@@ -215,7 +215,7 @@ def scores_of(setup: Setup, folder: Path, prompts: Sequence[str]) -> list[Score]
 
 def threshold_of(setup: Setup, folder: Path) -> Threshold:
     """Calibrate the threshold on the setup's ordinary prompts by the paper's rule."""
-    return calibrate(scores_of(setup, folder, setup.calibration), model=setup.model.digest())
+    return calibrate(scores_of(setup, folder, setup.calibration), model=setup.model.identity())
 
 
 def statistics_of(setup: Setup, folder: Path) -> Statistics:
