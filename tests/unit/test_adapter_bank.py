@@ -12,6 +12,7 @@ import sys
 import pytest
 import torch
 from adapters_under_test import PROJ_IN, SHAPES, TO_OUT, TO_Q, close, random_adapter, same
+from safetensors.torch import save_file
 
 import netweight
 from netweight import AdapterBank, WeightSpace, read_adapter, write_adapter
@@ -382,6 +383,23 @@ def test_one_adapter_is_a_bank_of_one(folder, tmp_path):
     assert AdapterBank.ingest(folder / "0", tmp_path / "a").names == ["0"]
     assert AdapterBank.ingest(folder / "6.safetensors", tmp_path / "b").names == ["6"]
     assert len(AdapterBank.ingest(folder / "deep", tmp_path / "a")) == 5
+
+
+def test_a_folder_of_downloads_is_not_taken_for_the_one_of_the_usual_name(tmp_path):
+    """Trainers of diffusers write pytorch_lora_weights.safetensors, and people keep other adapters beside it."""
+    source = tmp_path / "loras"
+    source.mkdir()
+    for number, name in enumerate(("pytorch_lora_weights", "style", "face")):
+        write_adapter(mixed(number), source / f"{name}.safetensors", layout="diffusers", kernels=KERNELS)
+    assert AdapterBank.ingest(source, tmp_path / "a").names == ["face", "pytorch_lora_weights", "style"]
+    # A folder of training has the embedding of a word beside its adapter, and earlier steps below.
+    (source / "style.safetensors").unlink()
+    save_file({"clip_l": torch.ones(2, 8)}, source / "face.safetensors")
+    (source / "checkpoint-500").mkdir()
+    write_adapter(
+        mixed(1), source / "checkpoint-500" / "pytorch_lora_weights.safetensors", layout="diffusers", kernels=KERNELS
+    )
+    assert AdapterBank.ingest(source, tmp_path / "b").names == ["loras"]
 
 
 def test_what_cannot_be_opened_or_made(folder, tmp_path):

@@ -241,6 +241,16 @@ def test_other_kinds_are_refused_by_name(tmp_path, tensor, message):
 
 
 @pytest.mark.parametrize(
+    "names", [["<cat-toy>"], ["cattoy"], ["clip_l", "clip_g"], ["text_encoders_0", "text_encoders_1"], ["emb_params"]]
+)
+def test_embeddings_of_words_are_called_so_however_they_are_written(tmp_path, names):
+    file = file_of(tmp_path, {name: torch.ones(2, 8) for name in names})
+    with pytest.raises(Unsupported, match="holds a textual inversion") as caught:
+        read_adapter(file)
+    assert "--embedding" in caught.value.cure
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"use_dora": True}, "use_dora"),

@@ -219,3 +219,51 @@ def test_a_folder_of_pickles_says_how_to_save_it(tmp_path):
     lora(tmp_path / "lora")
     with pytest.raises(UnsafeInput, match=r"save_pretrained"):
         bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+def test_adapters_of_a_small_pipeline_and_its_text_encoder_are_baked_as_diffusers_fuses_them(tmp_path, wrapped, layout):
+    """Releases of transformers write the text encoder's weights with or without `text_model` in front."""
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    peft = pytest.importorskip("peft", reason="peft is in the llm extra")
+    from small_pipelines import stable_diffusion
+
+    pipeline = stable_diffusion()
+    pipeline.save_pretrained(tmp_path / "base")
+    file = tmp_path / "base" / "text_encoder" / "model.safetensors"
+    start = "text_model." if wrapped else ""
+    weights = {start + name.removeprefix("text_model."): value for name, value in load_file(file).items()}
+    save_file(weights, file, {"format": "pt"})
+    torch.manual_seed(1)
+    pipeline.unet.add_adapter(peft.LoraConfig(r=2, lora_alpha=2, target_modules=["to_q"], init_lora_weights=False))
+    pipeline.text_encoder.add_adapter(
+        peft.LoraConfig(r=2, lora_alpha=2, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    layers, words = map(peft.get_peft_model_state_dict, (pipeline.unet, pipeline.text_encoder))
+    words = {f"text_model.{name.removeprefix('text_model.')}": value for name, value in words.items()}
+    diffusers.StableDiffusionPipeline.save_lora_weights(
+        tmp_path / "lora", unet_lora_layers=layers, text_encoder_lora_layers=words
+    )
+    lora_file = tmp_path / "lora" / "pytorch_lora_weights.safetensors"
+    if layout == "kohya":
+        names = {"unet": "lora_unet_", "text_encoder": "lora_te_"}
+        flat = {}
+        for name, value in load_file(lora_file).items():
+            part, _, rest = name.partition(".")
+            module, role = rest.rsplit(".lora", 1)
+            kind = "lora_down" if role.startswith(("_A", ".down", "_linear_layer.down")) else "lora_up"
+            flat[f"{names[part]}{module.replace('.', '_')}.{kind}.weight"] = value
+        save_file(flat, lora_file)
+    made = bake_files(tmp_path / "base", [(lora_file, 1.0)], tmp_path / "baked")
+    assert made.modules == len(layers) // 2 + len(words) // 2
+    pipeline.fuse_lora(components=["unet", "text_encoder"])
+    for part, name in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        baked = load_file(tmp_path / "baked" / part / f"{name}.safetensors")
+        fused = getattr(pipeline, part).state_dict()
+        for key, value in fused.items():
+            if ".base_layer.weight" not in key:
+                continue
+            own = key.replace(".base_layer", "").removeprefix("text_model.")
+            own = own if own in baked else f"text_model.{own}"
+            torch.testing.assert_close(baked[own], value)

@@ -25,6 +25,7 @@ from netweight.core.lazy import lazy
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.model_modules import ModelModules, model_modules
+from netweight.methods.space.lora_files import NamedModel, with_model
 from netweight.store.changed_copy import ChangedCopy
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats.base_weights import CONV1D, BaseWeights, open_weights
@@ -110,8 +111,7 @@ def bake_files(
     left_out: tuple[str, ...] = ()
     with ExitStack() as stack:
         base = stack.enter_context(BaseWeights(model, naming=naming, conversions=conversions))
-        plans = [(plan_adapter(each, None, Conversion(_ANY_RANK, model, replacements=True), base.naming), weight)
-                 for each, weight in adapters]  # fmt: skip
+        plans = [(_plan(each, base, modules), weight) for each, weight in adapters]
         baking = _Baking(base, plans, modules, stack)
         if model.is_file():
             refuse_existing(path, overwrite=overwrite)
@@ -127,6 +127,18 @@ def bake_files(
     changed = {str(plan.path): len(plan.parts) + len(plan.vectors) + len(plan.replacements) for plan, _ in plans}
     remarks = tuple(dict.fromkeys(remark for plan, _ in plans for remark in plan.remarks))
     return BakeResult(path, changed, baking.changed, baking.copied, tuple(baking.rounded_away), left_out, remarks)
+
+
+def _plan(adapter: Path, base: BaseWeights, modules: ModelModules | None) -> AdapterPlan:
+    """Find out what an adapter's files change; flattened names that no table has are looked up in the model itself."""
+    conversion = Conversion(_ANY_RANK, base.path, replacements=True)
+    try:
+        return plan_adapter(adapter, None, conversion, base.naming)
+    except Unsupported:
+        names = with_model(NamedModel(modules=modules))
+        if names is None:
+            raise
+        return plan_adapter(adapter, names, conversion, base.naming)
 
 
 def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ one. Files and `BankWriter` are in `shards`.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -36,12 +37,14 @@ from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.other_kinds import Conversion
 from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
 from netweight.store.lora_formats.reading import load_converted, plan_adapter, refuse_vectors
+from netweight.store.safetensors import read_header
 
 if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
 
 CONVERTED = "converted"  # in the provenance of what was not a plain LoRA: its rank and error
 _UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused by name
+_FACTOR = re.compile(r"lora|hada_|lokr_|\.diff")
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
 # A model has one of these components.
@@ -513,9 +516,21 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
 
 def _is_adapter(folder: Path) -> bool:
     """Return whether a folder is one adapter: peft's, a pipeline's of peft, or diffusers' with the file it names."""
-    if any((folder / name).is_file() for name in (peft.CONFIG, peft.WEIGHTS, peft.DIFFUSERS_WEIGHTS)):
+    if (folder / peft.CONFIG).is_file():
         return True
+    own = [path for name in (peft.WEIGHTS, peft.DIFFUSERS_WEIGHTS) if (path := folder / name).is_file()]
+    if own:
+        # A folder of downloads may hold other adapters beside a file of this name.
+        return not any(_holds_factors(path) for path in folder.glob("*.safetensors") if path not in own)
     return any((folder / name / peft.CONFIG).is_file() for name in COMPONENTS)
+
+
+def _holds_factors(path: Path) -> bool:
+    """Return whether a file has tensors of an adapter, by their names."""
+    try:
+        return any(_FACTOR.search(span.name) for span in read_header(path).spans)
+    except NetweightError:  # reading it says what is wrong
+        return True
 
 
 def _stamp(path: Path) -> str:

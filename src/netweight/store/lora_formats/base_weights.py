@@ -124,7 +124,8 @@ class BaseWeights:
         places = [each for end in ends for each in self.places if each == end]
         places = places or [each for end in ends for each in self.places if each.endswith(f".{end}")]
         if not places:
-            places = [each for each in other_spellings(rest) if each in self.places]
+            others = [*other_spellings(rest), *_with_or_without_wrapper(component, rest)]
+            places = [each for each in others if each in self.places]
         if len(set(places)) != 1:
             shown = name.removesuffix(".weight")
             raise NameNotFound(
@@ -259,6 +260,14 @@ class BaseWeights:
             else:
                 pieces[name] = (Piece(name),)
         return pieces
+
+
+def _with_or_without_wrapper(component: str, name: str) -> list[str]:
+    """The other spelling of a text encoder's parameter: releases of transformers write `text_model` or leave it out."""
+    if not component.startswith("text_encoder"):
+        return []
+    wrapped = name.startswith("text_model.")
+    return [f"{component}.{name.removeprefix('text_model.')}" if wrapped else f"{component}.text_model.{name}"]
 
 
 def open_weights(path: Path) -> Store:

@@ -228,14 +228,18 @@ _CONVERTIBLE = (
     (r"\.lokr_[wt]", "LoKr, a Kronecker product", CONVERT),
     (r"\.diff$", "a full change of weights", CONVERT),
 )  # fmt: skip
+_INVERSION = "a textual inversion (the embedding of a new token)"
+_LOAD_INVERSION = (
+    "It is not an adapter. Give it to the program as an embedding, such as netweight forget detect with --embedding."
+)
 _KINDS = (
     (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_|\.on_input$", "no LoRA (OFT, VeRA or IA³)", EXTRACT),
     (r"\.[ab][12]\.weight$|\.bm\.weight$", "GLoRA, whose change depends on the base's weights", EXTRACT),
     (r"\.set_weight", "weights that replace the model's own", EXTRACT),
     (
-        r"^(emb_params|string_to_param\.\*|clip_[lg]|t5xxl|<.*>)$",
-        "a textual inversion (the embedding of a new token)",
-        "Give it to the program as an embedding; it is not an adapter.",
+        r"^(emb_params|string_to_param\.\*|clip_[lg]|t5xxl|text_encoders_\d|<.*>)$",
+        _INVERSION,
+        _LOAD_INVERSION,
     ),
     (
         r"(^|\.)lllite_",
@@ -266,6 +270,9 @@ def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | 
     """
     # A difference of a vector or of another parameter that is not a matrix is carried along as it is.
     names = {name: sides for name, sides in names.items() if not (name.endswith(".diff") and sides < 2)}
+    only = next(iter(names), "")
+    if len(names) == 1 and names[only] in (1, 2) and "." not in only and not _ANY.search(only):
+        raise Unsupported(f"{path} holds {_INVERSION}: tensor {only!r} alone.", cure=_LOAD_INVERSION)
     matching = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in (*(() if conversion else _CONVERTIBLE), *_KINDS):
         tensors = [name for name in matching if re.search(pattern, name)]
