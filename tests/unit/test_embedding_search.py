@@ -294,6 +294,10 @@ def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
                     ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1
+    with pytest.raises(
+        UsageError, match=r"All 1 searches failed; the first one, of 'one' in 'a', because: .*UsageError"
+    ):
+        compare([Subject("a", original)], [broken], ORDINARY, SETTINGS.replace(steps=1), **fixed)
 
 
 def test_images_are_compared_at_guidance_1_beside_the_pipelines(original):

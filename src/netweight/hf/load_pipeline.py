@@ -192,7 +192,7 @@ class PipelineModel:
         if getattr(self.pipeline, "text_encoder_2", None) is not None:
             raise Unsupported(
                 f"{self.name} has two text encoders or more, which are not searched together.",
-                cure="Search embeddings.",
+                cure="Leave soft and typed out of the starts: --set 'search.starts=[original,unrelated]'.",
             )
         return self.pipeline.text_encoder.get_input_embeddings()
 

@@ -500,7 +500,8 @@ def compare(
         All runs.
 
     Raises:
-        UsageError: There is nothing to search, two subjects or targets share a name, or the ledger is another's.
+        UsageError: There is nothing to search, two subjects or targets share a name, the ledger is another's, or
+            every search failed.
         CorruptBlob: The ledger is damaged.
     """
     _check(subjects, targets, seeds)
@@ -538,6 +539,12 @@ def compare(
                 runs.append(_run(result, images[result.config.target]))
             else:
                 failures.append((result.config.subject, result.config.target, result.reason))
+    if not runs:
+        subject, target, reason = failures[0]
+        raise UsageError(
+            f"All {len(failures)} searches failed; the first one, of {target!r} in {subject!r}, because: {reason}",
+            cure=f"Correct the cause; whole tracebacks are in {folder / f'{SEARCHES}.jsonl'}.",
+        )
     return Comparison(tuple(runs), settings, measure, tuple(failures), seconds)
 
 
