@@ -197,10 +197,17 @@ def test_images_become_points_and_a_killed_call_goes_on(place, opened, tmp_path,
     assert (tmp_path / "found.jsonl").read_text() == lines
     masked = run(*arguments[:-1], tmp_path / "masked.json", "--masks", tmp_path / "masks")
     assert masked["distances"]["0"] == pytest.approx(found["distances"]["0"], rel=1e-4)
-    write_png(tmp_path / "wide.png", torch.rand(3, 16, 20))
-    wide = ("invert", place / "space", "--bank", place / "bank", tmp_path / "wide.png", *arguments[6:-1])
-    told = error(*wide, tmp_path / "y.json")
-    assert "'wide' cannot be inverted: The images are 16 × 20 pixels" in told["message"]
+    # A picture of another shape is cut in its middle, which is said; hidden files of macOS are not read.
+    (tmp_path / "wide").mkdir()
+    write_png(tmp_path / "wide" / "0.PNG", torch.nn.functional.pad(pictures[0], (2, 2)))
+    (tmp_path / "wide" / "._0.png").write_bytes(b"\0\5\x16\7")
+    (tmp_path / "wide" / "Thumbs.db").write_bytes(b"of Windows")
+    wide = ("invert", place / "space", "--bank", place / "bank", tmp_path / "wide", *arguments[6:-1])
+    cut = run(*wide, tmp_path / "cut.json")
+    assert cut["distances"]["wide"] == pytest.approx(found["distances"]["0"], rel=1e-4)
+    assert cut["warnings"] == ["Resized and cut in the middle, to 16 × 16 pixels: 1 picture (0.PNG)."]
+    (tmp_path / "wide" / "1.jpg").write_bytes(b"")
+    assert "1.jpg is not a picture that Pillow can read" in error(*wide, tmp_path / "y.json")["message"]
     began, own = [], inversion._inverted
 
     def killed(model, space, targets, *rest):

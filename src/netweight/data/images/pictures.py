@@ -120,8 +120,12 @@ def decode_pictures(
     return DecodedPictures(tuple(torch.stack(split) for split in decoded), remarks.sentences())
 
 
-def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:
-    """List the pictures below a folder, in sorted order, and other files that lie among them.
+def picture_files(folder: Path, *, below: bool = True) -> tuple[list[Path], list[Path]]:
+    """List the pictures of a folder, in sorted order, and other files that lie among them.
+
+    Args:
+        folder: The folder.
+        below: Whether its sub-folders are searched as well.
 
     Hidden files are not looked at. A file whose ending is none of a picture is opened to see whether it is one.
 
@@ -132,7 +136,7 @@ def picture_files(folder: Path) -> tuple[list[Path], list[Path]]:
         UsageError: A file is neither a picture that can be read nor one of a kind that lies beside pictures.
     """
     pictures, others = [], []
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(folder.rglob("*") if below else folder.glob("*")):
         inside = path.relative_to(folder).parts
         if not path.is_file() or any(part.startswith(".") or part == "__MACOSX" for part in inside):
             continue

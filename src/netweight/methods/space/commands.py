@@ -171,6 +171,7 @@ def invert(
     return Result(
         [Rows(("target", "distance from the mean, in deviations", "loss at first over last"), rows)],
         payload={"points": str(out), "distances": distances, "improvements": improvements}, written=(out,),
+        warnings=points.origin["remarks"],
         next=(shell_line("netweight", "space", "export", space, out, "adapter"),),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
@@ -54,12 +54,12 @@ from netweight.store.lora_formats.writing import ExportResult
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from netweight.data.images.pictures import Fit
     from netweight.methods.space.view.page import View
 
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
 EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
 _VERSION = 1
-_IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def find_direction(
@@ -234,14 +234,19 @@ def invert_files(
     """Find the points of images, for `out`: a file each, or a folder with images of the same thing."""
     from netweight.hf.load_pipeline import load_text_to_image, trained_prediction
 
-    targets = [_target(path, how.masks) for path in images]
+    files = [_target_files(path, how.masks) for path in images]
     opened = space()
-    model = load_text_to_image(how.pipeline, device=how.device)
+    model = load_text_to_image(how.pipeline, device=how.device, size=how.pixels)
+    remarks: list[str] = []
+    targets = [
+        _target(path, each, model.image_size, how.fit, remarks) for path, each in zip(images, files, strict=True)
+    ]
     task = InversionTask(
         how.prompt, how.descent, trained_prediction(model), draws=how.draws, schedule=how.schedule,
         together=how.together, seed=how.seed,
     )  # fmt: skip
-    return invert_targets(model, opened, targets, task, folder=out.parent, name=out.stem, progress=progress)
+    points = invert_targets(model, opened, targets, task, folder=out.parent, name=out.stem, progress=progress)
+    return replace(points, origin={**points.origin, "remarks": list(dict.fromkeys(remarks))})
 
 
 def plan_inversion(images: Sequence[Path], how: FolderInversion) -> Result:
@@ -249,35 +254,47 @@ def plan_inversion(images: Sequence[Path], how: FolderInversion) -> Result:
     from netweight.hf.load_pipeline import load_text_to_image
     from netweight.hf.pipeline_costs import Descent, Stage, measured_plan
 
-    pictures = [len(_target(path, how.masks).images) for path in images]
-    model = load_text_to_image(how.pipeline, device=how.device)
+    pictures = [len(_target_files(path, how.masks)[0]) for path in images]
+    model = load_text_to_image(how.pipeline, device=how.device, size=how.pixels)
     rows = how.draws * sum(sorted(pictures)[-how.together :])
     stage = Stage("descent", gradients=how.descent.steps * how.draws * sum(pictures), encoded=2 * sum(pictures))
     # Changes of weights are at work on the way back as well, so that all of a pass is kept.
     return measured_plan(model, [stage], rows=rows, descent=Descent(rows, recomputed=False)).result()
 
 
-def _target(path: Path, masks: Path | None) -> InversionTarget:
-    """A target's images, in color, within 0 and 1."""
-    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.suffix.lower() in _IMAGES)
+def _target_files(path: Path, masks: Path | None) -> tuple[list[Path], list[Path]]:
+    """The pictures of a target, a file or those of a folder, and their masks, if masks are given."""
+    from netweight.data.images.pictures import picture_files
+
+    files = [path] if path.is_file() else picture_files(path, below=False)[0]
     if not files:
-        raise UsageError(f"{path} contains no picture.", cure=f"Give files that end in {', '.join(_IMAGES)}.")
-    images = _images(files, 3)
+        raise UsageError(f"{path} contains no picture.", cure="Give a picture, or a folder of pictures.")
     if masks is None:
-        return InversionTarget(path.stem, images)
-    by_stem = {each.stem: each for each in masks.iterdir()}
+        return files, []
+    by_stem = {each.stem: each for each in picture_files(masks, below=False)[0]}
     missing = [file.name for file in files if file.stem not in by_stem]
     if missing:
         raise UsageError(f"{masks} contains no mask for {missing[0]}.", cure="Name masks as the images are named.")
-    return InversionTarget(path.stem, images, _images([by_stem[file.stem] for file in files], 1)[:, 0])
+    return files, [by_stem[file.stem] for file in files]
 
 
-def _images(files: list[Path], channels: int) -> Tensor:
+def _target(
+    path: Path, files: tuple[list[Path], list[Path]], size: tuple[int, int], fit: Fit, remarks: list[str]
+) -> InversionTarget:
+    """A target's images, in color, within 0 and 1; what their reader decided is added to `remarks`."""
+    pictures, masks = files
+    images = _images(pictures, 3, size, fit, remarks)
+    mask = _images(masks, 1, size, fit, remarks)[:, 0] if masks else None
+    return InversionTarget(path.stem, images, mask)
+
+
+def _images(files: list[Path], channels: int, size: tuple[int, int], fit: Fit, remarks: list[str]) -> Tensor:
     """Images as `(m, channels, height, width)`, within 0 and 1."""
     from netweight.data.images.pictures import decode_pictures
 
-    [pixels] = decode_pictures([[(file.name, file) for file in files]], of=str(files[0].parent)).splits
-    values = pixels.float() / 255
+    decoded = decode_pictures([[(file.name, file) for file in files]], of=str(files[0].parent), size=size, fit=fit)
+    remarks += decoded.remarks
+    values = decoded.splits[0].float() / 255
     return values.mean(1, keepdim=True) if channels == 1 else values.expand(-1, 3, -1, -1)
 
 

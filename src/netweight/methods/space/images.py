@@ -163,7 +163,7 @@ def _inverted(
     images = world.generate(torch.cat([inversion.scores, torch.zeros_like(inversion.scores)]))
     size = (int(images.shape[3]), int(images.shape[4]))
     decoded = decode_pictures([[("the image", str(settings.image))]], of="the image", size=size, fit="crop")
-    image = decoded.splits[0].float() / 255
+    image = (decoded.splits[0].float() / 255).expand(-1, 3, -1, -1)
     truth = world.read(image)
     spans = torch.tensor(ranges)
     apart, usual = (float(((world.read(each) - truth).abs().mean(0) / spans).mean()) for each in images)

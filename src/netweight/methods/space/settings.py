@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import AliasChoices, DirectoryPath, Field, FilePath
 
 from netweight.errors import UsageError
+from netweight.hf.pipeline_settings import parsed_size
 from netweight.settings import Cli, ModelPath, Settings
 
 # What an adapter is a point of: its change ΔW, or the raw numbers of its factors.
@@ -405,7 +406,7 @@ class FolderInversion(InversionSettings):
     """Settings of the inversion of images; values that are not given are taken from the named settings."""
 
     option_groups: ClassVar = {
-        "Model and images": ("pipeline", "prompt", "masks", "device"),
+        "Model and images": ("pipeline", "prompt", "masks", "size", "fit", "device"),
         "Descent": (
             "settings", "steps", "learning_rate", "components", "prior", "weight_decay", "scaled", "averaged", "draws",
             "schedule", "together", "seed",
@@ -417,6 +418,15 @@ class FolderInversion(InversionSettings):
     masks: DirectoryPath | None = Field(
         default=None, description="Folder with masks that have the images' names; white pixels count."
     )
+    size: Annotated[str | None, Cli(metavar="SIDE|HEIGHTxWIDTH")] = Field(
+        default=None,
+        description="Size in pixels to which images are brought; by default that of the denoiser's configuration.",
+    )
+    fit: Literal["crop", "stretch", "pad"] = Field(
+        default="crop",
+        description="How images of another shape are brought to that size: crop cuts out the middle; stretch distorts; "
+        "pad adds black bars.",
+    )
     settings: Literal["default", "reference", "reference out of distribution"] = Field(
         default="default",
         description="Defaults of the other options: netweight's, or those of the authors' code.",
@@ -426,6 +436,17 @@ class FolderInversion(InversionSettings):
     together: int = Field(default=8, ge=1, description="Largest number of targets in a batch.")
     device: str = Field(default="cpu", description="Device of the pipeline, such as cuda.")
     seed: int = Field(default=0, description="Seed of all draws.")
+
+    def check(self) -> None:
+        """Refuse a size that is none."""
+        super().check()
+        if self.size is not None:
+            parsed_size(self.size)
+
+    @property
+    def pixels(self) -> tuple[int, int] | None:
+        """Height and width of the images in pixels, or None."""
+        return None if self.size is None else parsed_size(self.size)
 
     @property
     def descent(self) -> InversionSettings:
