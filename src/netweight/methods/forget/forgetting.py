@@ -41,8 +41,8 @@ def forget(
         model: The model; changed in place, its dtype stays.
         prompts: Memorized prompts; all are edited together.
         ordinary: Prompts whose answers are to stay, 100 or more; the empty one stays as well.
-        edit: The edit with its settings: `ClosedForm()`, which takes seconds and is the default, `Siss()`, which a
-            search for embeddings finds hard to undo, or another one of `netweight.methods.forget.edits`.
+        edit: The edit with its settings: `ClosedForm()`, which takes seconds and is the default, `Siss()`, after
+            which errors and scores reveal least of what was edited, or another one of `netweight.methods.forget.edits`.
         anchors: Prompts whose answers memorized ones get, one for each; None takes those of the last 24 ordinary
             prompts whose images are least like the memorized ones'.
         pictures: Memorized prompts with a picture each, of shape `(3, height, width)`, within 0 and 1; a prompt may
