@@ -10,9 +10,10 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import Training, run_attack
+from netweight.attacks.finetuning.attack import AttackResult, Evaluation, Training, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.optimizers import Muon
+from netweight.attacks.finetuning.optimizers import Muon, operations_per_step
+from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.search import (
     finals,
     first_attacks,
@@ -21,11 +22,12 @@ from netweight.attacks.finetuning.search import (
     of_length,
     search_all,
     search_one,
+    widest_first,
     within,
 )
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Domain, Goal, Subject
-from netweight.attacks.finetuning.sweep import SubjectName, make_subject
+from netweight.attacks.finetuning.sweep import AttackOutcome, SubjectName, make_subject
 from netweight.attacks.finetuning.tables import search_tables
 from netweight.core.engines import in_process
 from netweight.data.tokens import Example, collate
@@ -236,12 +238,51 @@ def test_a_second_search_finds_an_attack_that_sees_fewer_rows(tmp_path):
     assert all(each.flops > 0 for each in runs)
 
 
-def test_a_search_whose_time_is_over_says_so(tmp_path):
-    name, plain = SubjectName("one", PLACE, {"weight_scale": 0.2}), START.replace(max_steps=None)
+def test_a_search_whose_time_is_over_makes_one_attack_on_every_model_and_says_so(tmp_path):
+    names = [SubjectName(each, PLACE, {"weight_scale": scale}) for each, scale in (("one", 0.2), ("two", 0.3))]
+    plain = START.replace(max_steps=None)
     how = {"most": 8, "folder": tmp_path, "engine": in_process}
-    with pytest.raises(UsageError, match="--minutes"):
-        search_one(name, [plain], Goal(0.9), until=0.0, **how)
-    assert not search_one(name, [plain], Goal(0.9), rounds=0, **how).timed_out
+    start = [plain, plain.replace(optimizer="muon"), plain.replace(lr=1e-4)]
+    searched = search_all(names, start, Goal(0.9), until=0.0, **how)
+    assert [(name, len(each.runs), each.timed_out) for name, each in searched.items()] == [
+        ("one", 2, True),
+        ("two", 2, True),
+    ]  # one for few steps, one for few rows
+    assert not search_one(names[0], [plain], Goal(0.9), rounds=0, **how).timed_out
+
+
+def test_a_search_with_a_time_limit_begins_with_a_middle_rate_of_every_kind():
+    common = {"lr": 1e-3, "lora_rank": 8}
+    attacks = [AttackSettings(optimizer=name, lr=lr) for name in ("muon", "adam") for lr in (1e-5, 1e-4, 1e-3)]
+    order = widest_first([*attacks, AttackSettings(**common)])
+    assert [(kind_of(each), each.lr) for each in order] == [
+        ("adam", 1e-4), ("LoRA", 1e-3), ("muon", 1e-4), ("adam", 1e-5), ("muon", 1e-5), ("adam", 1e-3), ("muon", 1e-3),
+    ]  # fmt: skip
+
+
+def test_the_duration_of_an_attack_is_estimated_from_others():
+    def run(settings, **last):
+        evaluation = Evaluation(4, 0.5, rows=32, **last)
+        return AttackOutcome("one", None, "", AttackResult(settings, "resisted", None, 4, (evaluation,)))
+
+    adam = AttackSettings(lr=1e-3, batch_size=8, samples=80, epochs=1)
+    pace = Pace()
+    assert pace.expected(adam) == 0  # nothing is known yet
+    pace.add([run(adam, seconds=2.0, flops=100.0)])
+    assert pace.expected(adam) == 10 * 0.5  # ten steps
+    assert pace.expected(adam.replace(batch_size=16)) == 5 * 0.5 * 2
+    assert pace.expected(adam.replace(optimizer="muon"), 1000.0) == 10 * (0.5 + 1000 * 2 / 100)
+    pace.add([run(adam, flops=100.0)], seconds=8.0)  # evaluations count, too
+    assert pace.expected(adam) == 10 * 2.0
+
+
+def test_operations_of_muon_and_soap_grow_with_the_cube_of_a_side():
+    square, small, vector = (100, 100), (10, 10), (100,)
+    for name in ("muon", "soap"):
+        assert operations_per_step([square], name) == pytest.approx(1000 * operations_per_step([small], name))
+        assert operations_per_step([vector], name) == 0
+    assert operations_per_step([square], "adam") == 0
+    assert operations_per_step([(100_000, 10)], "soap") == 10 * 10**3 + 10 * 10**2 * 100_000  # one side only
 
 
 def test_rows_and_operations_are_counted_by_hand():

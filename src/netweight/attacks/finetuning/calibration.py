@@ -81,7 +81,7 @@ def calibrate(
     once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
     name, domain = _NAMES.get(undefended.name, f"the control {undefended.name!r}"), once[0].domain
     runs: list[AttackOutcome] = []
-    for part in [once] if until is None else [[each] for each in _from_the_middle(once)]:
+    for part in [once] if until is None else [[each] for each in from_the_middle(once)]:
         if runs and until is not None and time.monotonic() >= until:
             break
         attacks = sweep([undefended], part, Goal(None), folder=folder, engine=engine, progress=progress)
@@ -121,7 +121,7 @@ def calibrate(
     return Calibration(first.score, best)
 
 
-def _from_the_middle(attacks: Sequence[AttackSettings]) -> list[AttackSettings]:
+def from_the_middle(attacks: Sequence[AttackSettings]) -> list[AttackSettings]:
     """Return attacks in the order of their distance from the middle learning rate."""
     ordered = sorted(attacks, key=lambda each: each.lr)
     return sorted(ordered, key=lambda each: abs(ordered.index(each) - len(ordered) // 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -10,6 +11,10 @@ from torch import nn
 
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.core.lazy import library
+
+# Sides of a matrix above this have no preconditioner in SOAP.
+_LARGEST = 2048
+_ITERATIONS = 5  # of Newton and Schulz in a step of Muon
 
 
 def has_soap() -> bool:
@@ -26,7 +31,9 @@ def optimizers_of(parameters: list[nn.Parameter], settings: AttackSettings) -> l
     if settings.optimizer == "soap":
         soap = library("pytorch_optimizer", "SOAP", "attacks").SOAP
         # Preconditioners of every step: attacks are so short that older ones would hardly be used.
-        return [soap(parameters, lr=settings.lr, weight_decay=0.0, precondition_frequency=1, max_precondition_dim=2048)]
+        return [
+            soap(parameters, lr=settings.lr, weight_decay=0.0, precondition_frequency=1, max_precondition_dim=_LARGEST)
+        ]
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
@@ -35,6 +42,25 @@ def optimizers_of(parameters: list[nn.Parameter], settings: AttackSettings) -> l
     if matrices:
         made += [Muon(matrices, settings.lr)]
     return made + ([torch.optim.AdamW(rest, settings.lr, weight_decay=0.0, fused=fused)] if rest else [])
+
+
+def operations_per_step(shapes: Iterable[Sequence[int]], optimizer: str) -> float:
+    """Estimate the operations of one step of an optimizer beyond those that grow with the number of weights alone.
+
+    Muon multiplies each matrix of s rows and l columns (s ≤ l) three times in each iteration; SOAP factorizes one or
+    two matrices of each side up to 2,048 in every step and multiplies by them. Others have none.
+    """
+    operations = 0.0
+    for shape in shapes:
+        if len(shape) != 2:
+            continue
+        short, long = min(shape), max(shape)
+        if optimizer == "muon":
+            operations += _ITERATIONS * (4.0 * short**2 * long + 2.0 * short**3)
+        elif optimizer == "soap":
+            sides = [(side, short * long / side) for side in shape if side <= _LARGEST]
+            operations += sum(10.0 * side**3 + 10.0 * side**2 * other for side, other in sides)
+    return operations
 
 
 @final
@@ -53,7 +79,7 @@ class Muon(torch.optim.Optimizer):
                 update = matrix.grad.lerp(mean.lerp_(matrix.grad, 0.05), 0.95).float()
                 wide = update.T if len(update) > len(update.T) else update
                 wide = wide / wide.norm().clamp(min=1e-7)
-                for _ in range(5):
+                for _ in range(_ITERATIONS):
                     gram = wide @ wide.T
                     change = torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315)
                     wide = torch.addmm(wide, change, wide, beta=3.4445)

@@ -12,6 +12,7 @@ Source: successive halving after Jamieson and Talwalkar, arXiv 1502.07943; what 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from netweight.attacks.finetuning.attack import parts_of
+from netweight.attacks.finetuning.calibration import from_the_middle
 from netweight.attacks.finetuning.changes import telling_tokens
-from netweight.attacks.finetuning.optimizers import has_soap
+from netweight.attacks.finetuning.optimizers import has_soap, operations_per_step
+from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.attacks.finetuning.sweep import AttackOutcome, SubjectName, make_subject, sweep
@@ -186,39 +189,57 @@ def search_one(
         progress: Told of every attack.
 
     Returns:
-        What it found, the same for the same arguments unless the time was over.
+        What it found, the same for the same arguments unless the time was over. However short the time is, one attack
+        is made.
     """
     model = make_subject(subject.factory, subject.arguments)
     around = functools.partial(neighbors, subject=model, held=held)
     runs: dict[AttackSettings, AttackOutcome] = {}  # the longest of each attack, which has no limit of steps in its key
+    pace, too_slow = Pace(), set[str]()
 
     def over() -> bool:
         return until is not None and time.monotonic() >= until
 
-    def attack(settings: Sequence[AttackSettings], budget: int) -> None:
+    def attack(settings: Sequence[AttackSettings], budget: int, end: float | None) -> None:
         limited = [within(each, _steps_for(each, budget, cost)) for each in settings]
         # Where time is short, attacks begin one by one, so that the clock is looked at between them.
-        parts = [limited] if until is None else [[each] for each in limited]
+        parts = [limited] if end is None else [[each] for each in limited]
         for part in parts:
-            if over():
-                return
+            if end is not None and runs:
+                left, kind = end - time.monotonic(), kind_of(part[0])
+                seconds = pace.expected(part[0], _optimizer_operations(model, part[0]))
+                if left > 0 and seconds > left and kind not in too_slow:
+                    too_slow.add(kind)
+                    progress.note(
+                        f"Left out, as the time does not suffice: {part[0].label}. It would take about "
+                        f"{seconds / 60:.1f} minutes, and {left / 60:.1f} are left for this part of the search."
+                    )
+                if seconds > left:
+                    continue
+            begun = time.monotonic()
             result = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
+            if len(part) == 1:
+                pace.add(result.runs, time.monotonic() - begun)
             every.extend(result.runs)
             runs.update({within(run.result.settings, None): run for run in result.runs})
 
     every: list[AttackOutcome] = []
     ordered: list[AttackSettings] = []
     pool = list(dict.fromkeys(within(each, None) for each in start))
+    if until is not None:
+        pool = widest_first(pool)
     for _ in range(1 + rounds):
         before = _least(runs.values(), cost)
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
         done = 0
-        for rung in (limit // 9, limit // 3, limit):
+        rungs = (limit // 9, limit // 3, limit)
+        for number, rung in enumerate(rungs):
             budget = min(rung, _least(runs.values(), cost) or rung)
             long_enough = pool and _steps_for(pool[0], rung, cost) >= 3 * pool[0].check_every
             if pool and budget > done and (rung == limit or long_enough):
-                attack(pool, done := budget)
+                # Each rung gets the same share of the time that is left, so that the best attacks are also run longer.
+                attack(pool, done := budget, share_of_time(until, len(rungs) - number))
                 pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal, cost))[: -(-len(pool) // _KEPT)]
         ordered = sorted(runs, key=lambda each: _rank(runs[each], goal, cost))
         leaders: dict[str, AttackSettings] = {}
@@ -229,8 +250,35 @@ def search_one(
         if over() or (before is not None and _least(runs.values(), cost) == before):
             break
     if not ordered:
-        raise UsageError("The time limit ended the search before one attack was complete.", cure="Give more --minutes.")
+        raise UsageError("Every attack of the search failed.", cure="Read the reasons in attacks.jsonl.")
     return SearchResult(tuple(ordered), tuple(every), most, timed_out=over())
+
+
+def share_of_time(until: float | None, parts: int) -> float | None:
+    """Return the time on `time.monotonic` at which the next of so many equal parts of the remaining time ends."""
+    if until is None:
+        return None
+    now = time.monotonic()
+    return now + max(0.0, until - now) / parts
+
+
+def widest_first(attacks: Sequence[AttackSettings]) -> list[AttackSettings]:
+    """Return attacks so that their beginning covers most: a middle learning rate of every kind, then the next.
+
+    Kinds whose steps cost little on any processor come before those that multiply or factorize whole matrices.
+    """
+    kinds: dict[str, list[AttackSettings]] = {}
+    for each in attacks:
+        kinds.setdefault(kind_of(each), []).append(each)
+    order = sorted(kinds.values(), key=lambda kind: kind[0].optimizer in ("muon", "soap"))
+    turns = itertools.zip_longest(*(from_the_middle(kind) for kind in order))
+    return [each for turn in turns for each in turn if each is not None]
+
+
+def _optimizer_operations(subject: Subject, attack: AttackSettings) -> float:
+    if attack.lora_rank is not None or attack.trains == "prompt":
+        return 0.0
+    return operations_per_step((each.shape for each in parts_of(subject.model)[attack.trains]), attack.optimizer)
 
 
 def _steps_for(attack: AttackSettings, budget: int, cost: Cost) -> int:
@@ -280,25 +328,32 @@ def search_all(
     longer: int = 5,
     bounded: bool = False,
     held: frozenset[str] = frozenset(),
+    until: float | None = None,
     **how: Any,
 ) -> dict[str, SearchResult]:
     """Search for attacks on several models: on the first for `most` steps, on others `longer` times what that took.
 
     Every model is searched twice, for few steps and for few rows, and controls as hard as the model in question. The
-    other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; `how` is
-    passed to `search_one`. Where the rows per step are `held`, the second search would be the first and is left out.
+    other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; the searches
+    share the time `until` a limit; `how` is passed to `search_one`. Where the rows per step are `held`, the second
+    search would be the first and is left out.
     """
     results: dict[str, SearchResult] = {}
     candidates = list(start)
     few = [] if "batch_size" in held else few_row_attacks(start)
+    searches = len(subjects) * (2 if few else 1)  # that are still to be made
     most_rows = most * _FEW_ROWS
     for subject in subjects:
-        by_steps = search_one(subject, candidates, goal, most=most, held=held, **how)
+        end = share_of_time(until, searches)
+        by_steps = search_one(subject, candidates, goal, most=most, held=held, until=end, **how)
         results[subject.name] = by_steps
+        searches -= 1
         if few:
             begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
             fixed = held | {"batch_size"}
-            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=fixed, **how)
+            end = share_of_time(until, searches)
+            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=fixed, until=end, **how)
+            searches -= 1
             results[subject.name] = replace(
                 by_steps, runs=(*by_steps.runs, *by_rows.runs), fewest_rows=by_rows.best, most_rows=most_rows,
                 timed_out=by_steps.timed_out or by_rows.timed_out,

@@ -299,8 +299,9 @@ class FolderAttack(TextOptions):
     )
     minutes: float | None = Field(
         None, gt=0,
-        description="Minutes after which a search starts no further attack, half of them at most for determining the "
-        "threshold. Attacks that are running are completed; the final runs of the best attacks are not counted.",
+        description="Minutes that a search may take: a quarter of them at most for the threshold, the next part for "
+        "the searches on all models, and the rest for the final runs of the best attacks, from as many seeds as fit "
+        "and at least one. An attack that is running is completed.",
     )  # fmt: skip
     benign_share: float | None = Field(
         None, ge=0, lt=1,

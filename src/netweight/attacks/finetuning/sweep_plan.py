@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.attacks.finetuning.calibration import calibrate
+from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.resistance_findings import ResistanceConfig
 from netweight.attacks.finetuning.search import SearchResult, finals, first_attacks, kind_of, of_length, search_all
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
@@ -35,6 +36,8 @@ _SEARCH = {"batch_size": 32, "check_every": 2}
 _SEARCH_STEPS = 200
 # The attack of the grid "single" has so many times the steps that determine its threshold on the base.
 _LONGER = 4
+# Shares of a time limit after which the threshold, the searches and the final runs have to be over.
+_SHARES_OF_TIME = (0.25, 0.65, 1.0)
 # Each of a search's best attacks is repeated from so many seeds.
 _FINAL_SEEDS = 5
 _CONTROLS = ("random weights", "relearn ceiling")
@@ -116,8 +119,9 @@ def plan_sweep(
     _check_threshold(settings, subject)
     start = _start(settings, subject, rows) if adaptive else []
     seconds = None if settings.minutes is None or not adaptive else 60 * settings.minutes
-    until, half = (None if seconds is None else time.monotonic() + share * seconds for share in (1, 0.5))
-    calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress, until=half)
+    # When the threshold, the searches and the final runs have to be over.
+    ends = [None if seconds is None else time.monotonic() + share * seconds for share in _SHARES_OF_TIME]
+    calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress, until=ends[0])
     most = settings.max_steps or _SEARCH_STEPS
     ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]  # as users learn a benign task
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
@@ -150,12 +154,12 @@ def plan_sweep(
             most=most,
             bounded=settings.max_steps is not None,
             held=frozenset(settings.fixed) | {"check_every"},
-            until=until,
+            until=ends[1],
             folder=folder,
             engine=engine,
             progress=progress,
         )
-        attacks = _finals(settings, searched, subject, ladder)
+        attacks = _finals(settings, searched, subject, ladder, len(subjects), ends[2], progress)
     config = ResistanceConfig(
         undefended=first.name,
         controls=_CONTROLS,
@@ -219,20 +223,41 @@ def _with(attacks: Sequence[AttackSettings], domain: str, subject: Subject) -> l
 
 
 def _finals(
-    settings: FolderAttack, searched: Mapping[str, SearchResult], subject: Subject, ladder: Sequence[AttackSettings]
+    settings: FolderAttack,
+    searched: Mapping[str, SearchResult],
+    subject: Subject,
+    ladder: Sequence[AttackSettings],
+    models: int,
+    end: float | None,
+    progress: Progress,
 ) -> list[AttackSettings]:
-    """The best attacks of all searches with all data, from seeds that no search has seen."""
-    seeds = range(1, 1 + (settings.seeds or _FINAL_SEEDS))
+    """The best attacks of all searches with all data, from seeds that no search has seen.
+
+    Where there is a time limit, no more seeds than are expected to fit, and at least one.
+    """
     # Near the threshold every step is evaluated, unless a coarser look was asked for.
     every = {} if settings.check_every is not None else {"check_every": 1}
-    task = [each.replace(seed=seed) for each in ladder for seed in seeds]
-    return [
-        attack
-        for domain in _plain(subject)
-        for attack in _with(
-            task if domain == "task" else [each.replace(**every) for each in finals(searched, seeds)], domain, subject
-        )
-    ]
+
+    def from_seeds(seeds: range) -> list[AttackSettings]:
+        task = [each.replace(seed=seed) for each in ladder for seed in seeds]
+        best = [each.replace(**every) for each in finals(searched, seeds)]
+        plain = _plain(subject)
+        return [one for name in plain for one in _with(task if name == "task" else best, name, subject)]
+
+    count = settings.seeds or _FINAL_SEEDS
+    if end is not None:
+        pace = Pace()
+        for result in searched.values():
+            pace.add(result.runs)
+        one_seed = models * sum(pace.expected(each) for each in from_seeds(range(1, 2)))
+        fitting = max(1, min(count, int((end - time.monotonic()) / max(one_seed, 1e-9))))
+        if fitting < count:
+            progress.note(
+                f"The best attacks are run again from {fitting} of {count} seeds: one seed takes up to "
+                f"{one_seed / 60:.1f} minutes on all models. A second call with more --minutes goes on."
+            )
+        count = fitting
+    return from_seeds(range(1, 1 + count))
 
 
 def _domains(settings: FolderAttack, subject: Subject) -> Iterator[tuple[str, list[AttackSettings]]]:
