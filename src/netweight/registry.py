@@ -338,6 +338,9 @@ class Method(Command[S]):
     """Subjects that it knows by name and that are not files here."""
     card: Callable[[Path], CardEntry | None] | None = None
     """Reads the method's record in a folder and returns an entry for the model's card; None where it left none."""
+    before_publishing: Callable[[Path], Iterable[str]] | None = None
+    """Reads the method's record in a folder and returns what must be done before the folder is published, each as the
+    end of a sentence, such as "remove forget, with which anybody can undo the edit"."""
 
     def __post_init__(self) -> None:
         """Declare the audits: no treatment without its audit."""
@@ -371,18 +374,19 @@ class Method(Command[S]):
             usual = Result(payload={"path": str(destination), "settings": settings.to_json()})
             result = made if isinstance(made, Result) else usual
             result = result if result.written else replace(result, written=(destination,))
-        if not audited or not self.runnable:
-            return result
-        from netweight.report.audit import run_audits
+        sections: list[Section] = list(result.sections)
+        if audited and self.runnable:
+            from netweight.report.audit import run_audits
 
-        source, destination = (values[each.name] for each in self.arguments[:2])
-        sections: list[Section] = []
-        for name in self.runnable:
-            subject, config = self.examine(name, destination, source, settings, context.progress)
-            sections += run_audits(
-                self.verb, subject, config, seed=0, only=[name], progress=context.progress
-            ).values()  # fmt: skip
-        return replace(result, sections=(*result.sections, *sections))
+            source, destination = (values[each.name] for each in self.arguments[:2])
+            for name in self.runnable:
+                subject, config = self.examine(name, destination, source, settings, context.progress)
+                sections += run_audits(
+                    self.verb, subject, config, seed=0, only=[name], progress=context.progress
+                ).values()  # fmt: skip
+        for folder in result.written:
+            sections = with_conditions(sections, conditions_of(folder))
+        return replace(result, sections=sections)
 
 
 def _refuse_existing(destination: Path) -> None:
@@ -460,16 +464,21 @@ class Attack(Command[S]):
         """Attack a model and write the report."""
         from netweight.core.files import digest_file
         from netweight.report.report import Report
+        from netweight.store.weights_digest import weights_digest
 
         model, out, seed = arguments[self.arguments[0].name], arguments["out"], arguments["seed"]
         if self.check is not None:
             self.check(model, settings)
+        weights = weights_digest(model, context.progress) if "model" in self.takes else None
+        conditions = conditions_of(model)
         result = self.on(Target(model, None, out, seed), settings, context.progress)
+        result = replace(result, sections=with_conditions(result.sections, conditions))
         files = [model] if model.is_file() else []
         files += getattr(settings, "files", [value for value in vars(settings).values() if isinstance(value, Path)])
         report = Report(
             f"{self.title or self.line.rstrip('.')}: {model.resolve().name}", command=context.command, seeds=(seed,),
             inputs={path.name: digest_file(path) for path in files if path.is_file()},
+            weights={} if weights is None else {model.resolve().name: weights},
         )  # fmt: skip
         for section in result.sections:
             report.add(section)
@@ -578,6 +587,25 @@ def command(name: str) -> Command[Any]:
 def known_methods() -> Mapping[str, Method[Any]]:
     """Return all methods by their verbs in recipes."""
     return {each.verb: each for each in commands().values() if isinstance(each, Method)}
+
+
+def conditions_of(folder: Path) -> tuple[str, ...]:
+    """Return what must be done before a model's folder is published, by the records that methods left in it."""
+    methods = known_methods().values()
+    return tuple(text for each in methods if each.before_publishing for text in each.before_publishing(folder))
+
+
+def with_conditions(sections: Sequence[Section], conditions: Iterable[str]) -> list[Section]:
+    """Return sections about a model's folder, the first of them with what must be done before publishing.
+
+    Args:
+        sections: Results of audits or attacks on the folder.
+        conditions: Of the folder, as of `conditions_of`.
+    """
+    if not sections:
+        return []
+    first, *others = sections
+    return [replace(first, conditions=tuple(dict.fromkeys([*first.conditions, *conditions]))), *others]
 
 
 def known_attacks() -> Mapping[str, Attack[Any]]:

@@ -9,11 +9,15 @@ import pytest
 from click.testing import CliRunner
 from folders_under_test import transformers_folder
 from hub_stand_in import hub
+from safetensors.torch import load_file, save_file
 
+from netweight import compress_folder
 from netweight.cli import netweight
+from netweight.hf.carry_over import carry_over
 from netweight.plugins.model_card import CARD, add_evidence
 from netweight.report.finding import Finding
 from netweight.report.report import Report
+from netweight.store.weights_digest import weights_digest
 
 pytest.importorskip("huggingface_hub", reason="huggingface_hub comes with the llm extra")
 HEAD = "---\nlicense: apache-2.0\n---\n\n# My model\n"
@@ -85,3 +89,52 @@ def test_a_folder_is_uploaded_to_a_hub(model, tmp_path):
         assert json.loads(done.stdout)["uploaded"].startswith(address)
         assert set(repositories["me/mine"]) >= {"config.json", CARD, "model.safetensors.index.json"}
         assert repositories["me/mine"]["config.json"] == (model / "config.json").read_bytes()
+
+
+def report_about(folder, run, value, command="netweight attack refusal model"):
+    """Write the report of an attack on a model's weights, whose target of 4 is met or missed."""
+    weights = {folder.name: weights_digest(folder)}
+    report = Report(f"Attack in {run.name}", command=command, environment={}, weights=weights)
+    report.section("Resistance", [Finding("steps", value, better="higher", target=4.0)]).write(run)
+    return run
+
+
+@pytest.mark.parametrize("order", [(1.0, 9.0), (9.0, 1.0)], ids=["failed first", "passed first"])
+def test_an_attack_that_failed_is_not_hidden_by_another_one_that_passed(order, model, tmp_path):
+    text = ""
+    for number, value in enumerate(order):
+        run = report_about(model, tmp_path / f"run-{number}", value)
+        text = call("report", run, "--card", model, code=0 if value > 4 else 1)
+    assert ("The card states the worst verdict of its 2 reports" in text) == (order[-1] > 4)
+    assert (model / CARD).read_text().count("## Evidence") == 2
+    assert "the check 'the verdict in the card is to publish' did not pass" in call("publish", model, code=1)
+    report_about(model, tmp_path / f"run-{order.index(1.0)}", 8.0)  # it was repeated into the same folder
+    call("report", tmp_path / f"run-{order.index(1.0)}", "--card", model)
+    assert "Publish, because" in call("publish", model)
+
+
+def test_weights_that_changed_after_the_attack_are_not_published(model, tmp_path):
+    run = report_about(model, tmp_path / "run", 9.0)
+    call("report", run, "--card", model)
+    assert "Publish, because" in call("publish", model)
+    compress_folder(model, tmp_path / "net")  # the same weights
+    assert "Publish, because" in call("publish", tmp_path / "net")
+    file = next(model.glob("*.safetensors"))
+    save_file({name: value + 1 for name, value in load_file(file).items()}, file, {"format": "pt"})
+    text = call("publish", model, code=1)
+    assert "the check 'the evidence in the card is about these weights' did not pass" in text
+    before = (model / CARD).read_bytes()
+    text = call("report", run, "--card", model, code=2)
+    assert "repeat the test on this one: netweight attack refusal model" in text
+    assert (model / CARD).read_bytes() == before
+    report_about(model, tmp_path / "again", 8.0)
+    call("report", tmp_path / "again", "--card", model)
+    assert (model / CARD).read_text().count("## Evidence") == 1
+    assert "Publish, because" in call("publish", model)
+
+
+def test_evidence_about_the_source_does_not_go_into_what_a_treatment_makes(model, tmp_path):
+    call("report", report_about(model, tmp_path / "run", 9.0), "--card", model)
+    (tmp_path / "treated").mkdir()
+    carry_over(model, tmp_path / "treated")
+    assert (tmp_path / "treated" / CARD).read_text() == HEAD

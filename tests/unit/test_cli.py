@@ -166,6 +166,37 @@ def test_output_is_text_for_people_or_one_object_for_machines(monkeypatch, call)
     assert answer.stderr == "Warning: careful\n"
 
 
+@pytest.mark.parametrize("words", [("--size", "x"), ("--sise", "1"), ("more",)])
+def test_errors_of_usage_are_json_for_machines(words, monkeypatch, call):
+    @click.command()
+    @click.option("--size", type=int)
+    @output_option
+    def trial(output, size):
+        raise AssertionError
+
+    named(monkeypatch, trial)
+    answer = call("trial", *words, "--json")
+    assert answer.exit_code == 2
+    error = json.loads(answer.stdout)["error"]
+    assert (error["kind"], error["cure"]) == ("UsageError", None)
+    assert error["message"] in answer.stderr
+    assert call("trial", *words).stdout == ""
+
+
+def test_a_command_that_is_interrupted_says_so_and_exits_with_130(monkeypatch, call):
+    @click.command()
+    @output_option
+    def trial(output):
+        raise KeyboardInterrupt
+
+    named(monkeypatch, trial)
+    answer = call("trial")
+    assert (answer.exit_code, answer.stdout, answer.stderr) == (130, "", "Interrupted.\n")
+    answer = call("trial", "--json")
+    assert answer.exit_code == 130
+    assert json.loads(answer.stdout)["error"]["kind"] == "Interrupted"
+
+
 def test_a_bug_is_not_hidden(monkeypatch, call):
     @click.command()
     def trial():

@@ -150,3 +150,15 @@ def test_a_sentence_names_what_was_wanted():
 def test_the_control_survives_json():
     one = finding(("met", "target", "held"))
     assert Finding.from_json(one.to_json()) == one
+
+
+@pytest.mark.parametrize("value", [1.0, 3.0, None])
+def test_what_must_be_done_first_is_in_the_sentence_that_says_to_publish(value, call):
+    judged = Section("s", [Finding("copies", value, better="lower", target=2.0)], conditions=["remove a", "remove b"])
+    verdict = decide([judged, Section("t", conditions=["remove a"])])
+    assert ("Publish, because the target is met, but first remove a and remove b." == verdict.publish) == (value == 1.0)
+    assert verdict.publish.startswith("Do not publish") == (value != 1.0)
+    answer = call([judged])
+    assert answer.stdout.rstrip().endswith(verdict.publish)
+    assert answer.exit_code == (value != 1.0)
+    assert Section.from_json(judged.to_json()) == judged

@@ -23,7 +23,7 @@ import click
 
 from netweight.core.environment import netweight_version
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import MissingExtra, NetweightError, UsageError
+from netweight.errors import MissingExtra, NetweightError
 from netweight.registry import METHODS, Group, is_own, line_of, loaded, points, registered
 
 if TYPE_CHECKING:
@@ -79,8 +79,13 @@ def _report(error: NetweightError, as_json: bool) -> None:
     """Write message and kind, a heading of docs/errors.md, to standard error; for machines JSON to standard output."""
     click.secho(f"Error: {error} [{type(error).__name__}]", fg="red", err=True)
     if as_json:
-        detail = {"kind": type(error).__name__, "message": error.reason, "cure": error.cure}
-        click.echo(json.dumps({"error": detail}, indent=2, ensure_ascii=False))
+        _report_json(type(error).__name__, error.reason, error.cure)
+
+
+def _report_json(kind: str, message: str, cure: str | None = None) -> None:
+    """Write an error for machines to standard output."""
+    detail = {"kind": kind, "message": message, "cure": cure}
+    click.echo(json.dumps({"error": detail}, indent=2, ensure_ascii=False))
 
 
 def _foreign() -> dict[str, str]:
@@ -172,26 +177,39 @@ class Commands(click.Group):
         if DOCUMENTATION:
             formatter.write(f"\nDocumentation: {DOCUMENTATION}\n")
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the first words, and note whether a machine reads: errors of usage come before the command knows."""
+        ctx.meta["netweight.json"] = "--json" in args
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; errors of netweight and refusals of the system become messages and exit codes."""
         failure: NetweightError
+        as_json = bool(ctx.meta["netweight.json"])
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:  # click writes it to standard error
+            if as_json:
+                _report_json("UsageError", error.format_message())
+            raise
         except NetweightError as error:
             failure = error
         except OSError as error:
             if error.errno == errno.EPIPE:  # the reader of the output went away; click knows what to do
                 raise
-            failure = UsageError(f"{error.filename or 'The system'}: {error.strerror or error}.")
+            from netweight.core.files import refusal_of_system  # not for the help, which is quick without numpy
+
+            failure = refusal_of_system(error)
         except KeyboardInterrupt:
             click.secho("Interrupted.", fg="yellow", err=True)
+            if as_json:
+                _report_json("Interrupted", "The command was interrupted.")
             ctx.exit(INTERRUPTED)
         if ctx.params.get("verbose"):
             import traceback
 
             click.echo("".join(traceback.format_exception(failure)), err=True)
-        output = ctx.meta.get("netweight.output")
-        _report(failure, as_json=output is not None and output.as_json)
+        _report(failure, as_json=as_json)
         ctx.exit(failure.exit_code)
 
 
@@ -308,9 +326,7 @@ def output_option(command: F) -> F:
 
 
 def _make_output(context: click.Context, parameter: click.Parameter, value: bool) -> Output:
-    output = Output(as_json=value)
-    context.meta["netweight.output"] = output
-    return output
+    return Output(as_json=value)
 
 
 def command_line() -> str:

@@ -261,14 +261,23 @@ def _check_card(registered: Command[Any], given: dict[str, Any]) -> None:
         raise UsageError(
             "A single file cannot have a model card.", cure="Give the model's folder, or leave out --card."
         )
+    if folder is source and not source.is_dir():
+        raise UsageError(
+            f"{source} is not a folder here, so --card cannot write into its README.md.",
+            cure="Give a folder of your own with the model, or leave out --card.",
+        )
 
 
 def _write_card(registered: Command[Any], given: dict[str, Any], result: Result, output: Output) -> None:
-    from netweight.plugins.model_card import add_evidence, update_card
+    from netweight.plugins.model_card import add_evidence, update_card, worse_verdict
+    from netweight.report.verdict import decide
 
     if isinstance(registered, Attack):
         assert result.report is not None
-        output.line(f"Card: {add_evidence(_places(registered, given)[0], result.report.parent)}")
+        model = _places(registered, given)[0]
+        output.line(f"Card: {add_evidence(model, result.report.parent, output.progress)}")
+        if worse := worse_verdict(model, decide(result.sections).publish):
+            output.warn(worse)
         return
     for folder in result.written:
         output.line(f"Card: {update_card(folder, command=command_line())}")

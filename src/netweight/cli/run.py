@@ -12,6 +12,7 @@ import click
 from netweight.cli import FINDING_FAILED, FOLDER, GroupedCommand, Output, command_line, output_option
 from netweight.cli.generate import size_of
 from netweight.core.progress import Progress
+from netweight.registry import shell_line
 from netweight.settings import Settings
 
 if TYPE_CHECKING:
@@ -79,7 +80,9 @@ def run(
     made = [entry.path for entry in done if isinstance(entry.step, recipes.Step)]
     if made:
         output.line(f"Written: {made[-1]} ({size_of(made[-1])}).")
-        output.line(f"Next: netweight report {plan.recipe.output} --card {made[-1]}")
+        release = f"{plan.recipe.output.resolve().name}-release"
+        output.line(f"Next: {shell_line('cp', '-r', made[-1], release)}")
+        output.line(f"Next: {shell_line('netweight', 'report', plan.recipe.output, '--card', release)}")
     output.verdict(verdict)
     output.result({
         "plan": plan.to_json(), "steps": [_as_json(step) for step in done], "report": str(page),
@@ -176,7 +179,8 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
     """Show the verdict and the findings of RUN, and write RUN/report.html again from RUN/report.json.
 
     RUN is the folder of a run. With --card, two sections are written into the README.md of a model's folder: one with
-    all findings, and one that describes the treatment as the records in the folder state it. Exits with 1 if the
+    all findings, and one that describes the treatment as the records in the folder state it. The first line of the card
+    states the worst verdict of all runs that were added and are about the present weights. Exits with 1 if the
     verdict is not to publish, and with 2 if RUN contains no report.json or one that does not fit the schema.
     """
     from netweight.report.report import read_report, rewrite
@@ -194,9 +198,13 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
     )  # fmt: skip
     output.line(f"Page: {page}")
     card = None if model is None else _card(model, run)
-    if card is not None:
+    if model is not None:
+        from netweight.plugins.model_card import worse_verdict
+
         output.line(f"Card: {card}")
-        output.line(f"Next: netweight publish {model}")
+        output.line(f"Next: {shell_line('netweight', 'publish', model)}")
+        if worse := worse_verdict(model, verdict.publish):
+            output.warn(worse)
     output.verdict(verdict)
     sections = [{"title": title, "verdict": each.outcome, "text": each.sentence} for title, each in verdicts.items()]
     output.result({"title": document.title, "page": str(page), "sections": sections, "verdict": verdict.to_json(),
@@ -206,8 +214,15 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
 
 
 def _card(model: Path, run: Path) -> Path:
+    from netweight.errors import UsageError
     from netweight.plugins.model_card import add_evidence, entries_of, update_card
 
+    if model.resolve().is_relative_to(run.resolve()):
+        raise UsageError(
+            f"{model} is a result of the run in {run}. With a card, it would no longer be what the run recorded, and "
+            "the run could not be continued.",
+            cure="Copy the folder of the model to another place, and name the copy as --card.",
+        )
     if entries_of(model):
         update_card(model)
     return add_evidence(model, run)

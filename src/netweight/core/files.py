@@ -133,21 +133,36 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
 
 # Errors of the system that only writing leads to.
 _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_CURES = {
+    errno.ENOSPC: "The disk is full: free space, or choose another disk.",
+    errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
+    errno.EFBIG: "The file would exceed the size limit: see `ulimit -f`, or choose another file system.",
+    errno.EROFS: "The file system is read-only: choose another place.",
+    errno.EACCES: "Permission is missing: choose another place.",
+    errno.EPERM: "Permission is missing: choose another place.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+}
+
+
+def refusal_of_system(error: OSError) -> NetweightError:
+    """Return a refusal of the system that no `naming_failures` has named as an error with a cure.
+
+    Args:
+        error: The exception; its file is named if it has one.
+    """
+    reason = error.strerror or str(error)
+    if error.errno in _OF_WRITING:
+        return OutputFailed(f"{error.filename or 'A file'} could not be written ({reason}).", cure=_CURES[error.errno])
+    if error.filename is None:
+        return UsageError(f"The system refused: {reason}.")
+    return UsageError(f"{error.filename}: {reason}.", cure="Check the path and its permissions.")
 
 
 @contextmanager
 def naming_failures(target: Path) -> Iterator[None]:
     """Turn the system's refusals into errors with a cure."""
     part, work = part_of(target), work_of(target)
-    cures = {
-        errno.ENOSPC: "The disk is full: free space, or choose another disk.",
-        errno.EDQUOT: "The disk quota is used up: free space, or choose another disk.",
-        errno.EFBIG: "The file would exceed the size limit: see `ulimit -f`, or choose another file system.",
-        errno.EROFS: "The file system is read-only: choose another place.",
-        errno.EACCES: "Permission is missing: choose another place.",
-        errno.EPERM: "Permission is missing: choose another place.",
-        errno.ENAMETOOLONG: "Choose a shorter name.",
-    }
+    cures = dict(_CURES)
     try:
         yield
     except OSError as error:

@@ -9,13 +9,20 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from netweight.core.files import read_json
+from netweight.core.progress import silent_bars
+from netweight.report.card_sections import CARD, without_other_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Endings of files that hold weights, which a treatment writes anew.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
 # Reports about the source, which say nothing of what a treatment made of it.
 _REPORTS = ("-report", "-reports", "attacks")
+_GENERATION = "generation_config.json"
 _PATH_KEYS = ("_name_or_path", "name_or_path", "tokenizer_file", "_model_name_or_path")
 
 
@@ -23,7 +30,8 @@ def carry_over(source: str | Path, target: str | Path) -> list[str]:
     """Copy the files of a model folder that a treatment does not write, and take paths of this disk out of the rest.
 
     Files that the target holds already are left alone, except tokenizer files, which are those of the source to the
-    byte. Weights, hidden files, and folders of reports about the source are not copied.
+    byte. Weights, hidden files, and folders of reports about the source are not copied, nor is evidence about the
+    source's weights in its card.
 
     Args:
         source: The model folder that was treated.
@@ -46,9 +54,46 @@ def carry_over(source: str | Path, target: str | Path) -> list[str]:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, place)
         copied.append(inside.as_posix())
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
+    remove_evidence(target)
+    for name in ("config.json", _GENERATION, "tokenizer_config.json"):
         _without_paths(target / name)
     return copied
+
+
+def save_weights(network: PreTrainedModel, source: str | Path, target: str | Path) -> None:
+    """Write the weights of a treated model and its configuration, and copy how the source generates.
+
+    Libraries open many a generation_config.json that they refuse to write again, such as one with a temperature and no
+    sampling. A treatment does not change how a model generates, so the file is copied and not written.
+
+    Args:
+        network: The treated model.
+        source: The folder that it was opened from.
+        target: The folder that is written.
+    """
+    source, target = Path(source), Path(target)
+    stated = source / _GENERATION
+    own = network.generation_config
+    if stated.is_file():
+        network.generation_config = type(own)()  # type: ignore[no-untyped-call, misc]
+    try:
+        with silent_bars():
+            network.save_pretrained(target)
+    finally:
+        network.generation_config = own
+    if stated.is_file():
+        shutil.copyfile(stated, target / _GENERATION)
+
+
+def remove_evidence(target: Path) -> None:
+    """Remove from a card what netweight tested before a treatment changed the weights, with the verdict on it."""
+    card = target / CARD
+    if not card.is_file():
+        return
+    before = card.read_text(encoding="utf-8", errors="surrogateescape")
+    after = without_other_weights(before, None)
+    if after != before:
+        card.write_text(after, encoding="utf-8", errors="surrogateescape")
 
 
 def _of_tokenizer(name: str) -> bool:

@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from netweight.hf.families import (
 )
 from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.report.finding import Finding
+from netweight.store.reader import StoredFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -90,6 +92,7 @@ def _opened(
     tokenizer = load_tokenizer(folder)
     check_weight_files(folder)
     compressed = bool(config.get("quantization_config"))
+    dtype = _saved_dtype(folder) if dtype == "auto" else dtype
     cure = "Check that config and weights are all there, or fetch the model again."
     with opening(folder, what, cure=cure), silent_bars():
         if compressed:
@@ -104,6 +107,29 @@ def _opened(
 
         netweight.decompress_(model)
     return model.eval(), tokenizer
+
+
+_WIDE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types that weights are opened in, by their names in safetensors files."""
+
+
+def _saved_dtype(folder: Path) -> torch.dtype | str:
+    """Return the type of most bytes of a model's weights; "auto" where it is none of those that are computed with.
+
+    The type that a configuration states may be another one: merged and converted models often state a narrower type
+    than their files have, and "auto" would round the weights to it.
+    """
+    sizes: Counter[str] = Counter()
+    for file in sorted(folder.glob("*.safetensors")):
+        stored = StoredFile(file)
+        try:
+            for name in stored.names():
+                info = stored.info(name)
+                sizes[info.dtype] += info.nbytes
+        finally:
+            stored.close()
+    most = sizes.most_common(1)
+    return _WIDE.get(most[0][0], "auto") if most else "auto"
 
 
 # Number of tokens of the vocabulary in the check of outputs.

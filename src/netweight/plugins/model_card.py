@@ -10,13 +10,27 @@ from pathlib import Path
 import yaml
 
 from netweight.core.environment import netweight_version
+from netweight.core.files import digest_config
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.compress.folder import write_side_file
 from netweight.registry import CardEntry, known_methods
+from netweight.report.card_sections import (
+    CARD,
+    HEAD,
+    evidence_of,
+    marks,
+    verdict_in,
+    with_section,
+    with_verdict,
+    without_other_weights,
+    worst_evidence,
+)
 from netweight.report.page import render
 from netweight.report.report import Report, read_report
 from netweight.report.text import markdown_table, render_markdown
 from netweight.report.verdict import decide
+from netweight.store.weights_digest import weights_digest
 
 
 def entries_of(folder: Path) -> list[CardEntry]:
@@ -25,8 +39,6 @@ def entries_of(folder: Path) -> list[CardEntry]:
     return [entry for entry in entries if entry is not None]
 
 
-CARD = "README.md"
-_HEAD = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 _LICENSES = ("LICENSE", "LICENSE.md", "LICENSE.txt", "COPYING")
 _NO_LICENSE = (
     "License: not stated here. A model that was made from another one is under the license "
@@ -45,7 +57,7 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
         )
     text = _text(folder)
     text = _tagged(text, entries) if text else _begun(folder, entries, base_model)
-    begin, end = _marks("done")
+    begin, end = marks("done")
     earlier = re.search(r"^Made by: `(.*)`$", text.partition(begin)[2].partition(end)[0], re.MULTILINE)
     command = command or (earlier[1] if earlier else None)
     lines = ["## What was done to this model", ""]
@@ -54,17 +66,62 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
         lines += markdown_table(("", ""), entry.facts)
     lines += [f"Made by: `{command}`", ""] if command else []
     lines += [_license(folder, text), "", f"Written by netweight {netweight_version()}."]
-    return _write(folder, _with(text, "done", lines))
+    if evidence_of(text):
+        text = without_other_weights(text, weights_digest(folder))
+    return _write(folder, with_section(text, "done", lines))
 
 
-def add_evidence(folder: str | Path, run: str | Path) -> Path:
-    """Write or update the section with what the audits and attacks of a run found."""
+def add_evidence(folder: str | Path, run: str | Path, progress: Progress = QUIET) -> Path:
+    """Write or update the section with what the audits and attacks of a run found.
+
+    Evidence from other runs stays in the card if it is about the present weights. The first section of the card states
+    the worst verdict of all its evidence, so that a later run of another kind does not hide an earlier one.
+
+    Args:
+        folder: The model's folder.
+        run: The folder of the run; a later report from the same folder takes the place of an earlier one.
+        progress: Where progress is shown; the weights are read in full.
+
+    Returns:
+        The card.
+
+    Raises:
+        UsageError: The report is about other weights than those of the folder, or one of both cannot be read.
+    """
     folder = Path(folder)
     text = _text(folder) or f"# {folder.resolve().name}\n"
     report = read_report(run)
+    weights = weights_digest(folder, progress)
+    tested = report.provenance.weights
+    if tested and weights not in tested.values():
+        again = f": {report.provenance.command}" if report.provenance.command else "."
+        raise UsageError(
+            f"The report in {run} is about the weights of {', '.join(tested)}, and {folder} contains other weights: it "
+            "is another model, or it was changed after the report.",
+            cure=f"Name the folder that was tested, or repeat the test on this one{again}",
+        )
     complete_reports(folder, report)
-    text = _with(text, "verdict", [f"**{decide(report.sections).publish}**"], first=True)
-    return _write(folder, _with(text, "evidence", _evidence(report)))
+    key = digest_config(str(Path(run).resolve())).rpartition(":")[2][:8]
+    text = with_section(text, f"evidence {key}", _evidence(report, weights if tested else None))
+    text = without_other_weights(text, weights, latest=key) if weights else with_verdict(text, latest=key)
+    return _write(folder, text)
+
+
+def worse_verdict(folder: str | Path, sentence: str) -> str | None:
+    """Return a sentence about the verdict of a model's card; None if it is the verdict of the last run.
+
+    Args:
+        folder: The model's folder.
+        sentence: The verdict of the last run.
+    """
+    text = _text(Path(folder))
+    worst = worst_evidence(text)
+    if worst is None or verdict_in(text) == sentence:
+        return None
+    return (
+        f"The card states the worst verdict of its {len(evidence_of(text))} reports, which is that of an earlier one. "
+        f"{worst.source} {worst.sentence}"
+    )
 
 
 def complete_reports(folder: str | Path, report: Report) -> list[Path]:
@@ -119,16 +176,17 @@ def add_section(folder: str | Path, key: str, lines: Sequence[str]) -> Path:
     """
     folder = Path(folder)
     text = _text(folder) or f"# {folder.resolve().name}\n"
-    return _write(folder, _with(text, key, lines))
+    return _write(folder, with_section(text, key, lines))
 
 
-def _evidence(report: Report) -> list[str]:
+def _evidence(report: Report, weights: str | None) -> list[str]:
     lines = [
         "## Evidence",
         "",
         f"**{decide(report.sections).publish}**",
         "",
         f"From the report {report.title!r} of {report.provenance.created[:10]}.",
+        *([f"<!-- weights {weights} -->"] if weights else []),
     ]
     if report.summary:
         lines += ["", report.summary]
@@ -159,7 +217,7 @@ def _library(folder: Path) -> str | None:
 
 def _tagged(text: str, entries: Sequence[CardEntry]) -> str:
     """Add the tags of what was done to the metadata of a card that is there; all else stays as its author wrote it."""
-    head = _HEAD.match(text)
+    head = HEAD.match(text)
     tags = ["netweight", *dict.fromkeys(tag for entry in entries for tag in entry.tags)]
     if head is None:
         return "\n".join(["---", "tags:", *(f"- {tag}" for tag in tags), "---", "", text.lstrip()])
@@ -184,7 +242,7 @@ def _tagged(text: str, entries: Sequence[CardEntry]) -> str:
 
 def license_of(folder: Path) -> str | None:
     """Return the license that a card's metadata state, or the name of a license file beside it; None without either."""
-    head = _HEAD.match(_text(folder))
+    head = HEAD.match(_text(folder))
     stated = re.search(r"^license: *(\S+)", head[1], re.MULTILINE) if head else None
     if stated:
         return stated[1]
@@ -193,41 +251,17 @@ def license_of(folder: Path) -> str | None:
 
 def verdict_of(folder: Path) -> str | None:
     """Return the verdict that the card states; None where it states none."""
-    begin, end = _marks("verdict")
-    stated = _text(folder).partition(begin)[2].partition(end)[0].strip().strip("*")
-    return stated or None
+    return verdict_in(_text(folder))
 
 
 def _license(folder: Path, text: str) -> str:
     """Return what is known of the license: stated in the card's first lines, in a file beside it, or nothing."""
-    head = _HEAD.match(text)
+    head = HEAD.match(text)
     stated = re.search(r"^license: *(\S+)", head[1], re.MULTILINE) if head else None
     if stated:
         return f"License: {stated[1]}, as stated above."
     beside = next((name for name in _LICENSES if (folder / name).is_file()), None)
     return f"License: see {beside}." if beside else _NO_LICENSE
-
-
-def _with(text: str, key: str, lines: Sequence[str], *, first: bool = False) -> str:
-    """Put a section between its marks: in the place of an earlier one, else at the end, or below the metadata."""
-    begin, end = _marks(key)
-    section = "\n".join([begin, *lines, end])
-    if (text.count(begin), text.count(end)) == (0, 0) and first:
-        head = _HEAD.match(text)
-        start = head.end() if head else 0
-        return f"{text[:start]}{'' if not start else chr(10)}{section}\n\n{text[start:].lstrip()}"
-    if (text.count(begin), text.count(end)) == (0, 0):
-        return f"{text.rstrip()}\n\n{section}\n"
-    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
-        raise UsageError(
-            f"{CARD} does not have the marks {begin!r} and {end!r} once each, in this order.",
-            cure="Remove the rest of the section.",
-        )
-    return text[: text.index(begin)] + section + text[text.index(end) + len(end) :]
-
-
-def _marks(key: str) -> tuple[str, str]:
-    return f"<!-- netweight {key}: begin -->", f"<!-- netweight {key}: end -->"
 
 
 def _text(folder: Path) -> str:

@@ -19,12 +19,14 @@ from netweight.methods.compress.folder_format import MANIFEST
 from netweight.methods.compress.verify import verify
 from netweight.methods.forget.records import FOLDER as RECORDS
 from netweight.methods.forget.records import read_records
-from netweight.plugins.model_card import CARD, entries_of, license_of, verdict_of
+from netweight.plugins.model_card import entries_of, license_of, verdict_of
 from netweight.registry import Context, Result, shell_line
+from netweight.report.card_sections import CARD, evidence_of
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import decide
 from netweight.settings import Cli, Settings
 from netweight.store import open_store
+from netweight.store.weights_digest import weights_digest
 
 # Files that training, tools and systems leave behind, by shell patterns of names.
 _STRAY = (
@@ -81,6 +83,7 @@ def check(folder: Path, progress: Progress) -> list[Finding]:
         Finding("a license is stated", stated is not None, target=True, detail={} if stated else {"reason": missing}),
         Finding("there is a model card", card, target=True),
         _verdict(folder),
+        *_tested_weights(folder, progress),
         _digests(folder, progress),
         _count("files that do not belong in a published model", stray),
         _count("files that run code when they are opened", [name for name in code if name not in stray]),
@@ -115,6 +118,25 @@ def _verdict(folder: Path) -> Finding:
         return Finding(name, None, detail={"reason": "the folder contains no record of a treatment"})
     reason = f"the card has none; add it: netweight report RUN --card {folder}"
     return Finding(name, None, target=True, detail={"reason": reason})
+
+
+def _tested_weights(folder: Path, progress: Progress) -> list[Finding]:
+    """Return whether the evidence in the card is about the weights in the folder; nothing where a card has none."""
+    file = folder / CARD
+    entries = evidence_of(file.read_text(encoding="utf-8")) if file.is_file() else []
+    if not entries:
+        return []
+    name = "the evidence in the card is about these weights"
+    if not all(each.weights for each in entries):
+        reason = "a report in the card does not name the weights that it tested"
+        return [Finding(name, None, detail={"reason": reason})]
+    try:
+        weights = weights_digest(folder, progress)
+    except NetweightError as error:
+        return [Finding(name, None, target=True, detail={"reason": str(error)})]
+    others = [f"{each.source} It is about other weights: repeat it on {folder}." for each in entries
+              if weights not in each.weights]  # fmt: skip
+    return [Finding(name, not others, target=True, detail={"which": others})]
 
 
 def _digests(folder: Path, progress: Progress) -> Finding:

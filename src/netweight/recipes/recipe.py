@@ -86,6 +86,8 @@ class Recipe:
     """Introduction of the chapter."""
     chapters: tuple[Recipe, ...] = ()
     """Recipes whose results form one report, instead of treatments and attacks."""
+    left_out: tuple[str, ...] = ()
+    """Names of the chapters that are not run."""
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -222,7 +224,8 @@ def _chapters_of(recipe: Recipe, only: Sequence[str]) -> Recipe:
     for name in only:
         if name not in names:
             raise not_found(f"The recipe has no chapter {name!r}.", name, names, f"It has: {names}.")
-    return replace(recipe, chapters=tuple(chapter for chapter in recipe.chapters if chapter.name in only))
+    chosen = tuple(chapter for chapter in recipe.chapters if chapter.name in only)
+    return replace(recipe, chapters=chosen, left_out=tuple(name for name in names if name not in only))
 
 
 def _read_steps(

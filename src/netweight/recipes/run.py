@@ -20,13 +20,14 @@ from netweight.core.progress import QUIET, Event, Progress
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job
 from netweight.recipes.recipe import Choice, Recipe
-from netweight.registry import Attack, Method, Target
+from netweight.registry import Attack, Method, Target, conditions_of, with_conditions
 from netweight.report.audit import of_treatment, run_audits
 from netweight.report.finding import Chapter, Finding, Section
 from netweight.report.report import Report
 from netweight.report.text import chapter_verdict
 from netweight.report.verdict import decide
 from netweight.settings import Settings
+from netweight.store.weights_digest import weights_digest
 
 LEDGER = "ledger"  # the records in a recipe's output that remember what was done
 Key: TypeAlias = dict[str, Any]  # all that decides a result
@@ -289,6 +290,10 @@ class StepResult:
     """Name of the step's chapter; empty without chapters."""
     subject: str = ""
     """Digest of the chapter's or recipe's subject."""
+    weights: str | None = None
+    """Digest of the weights of the treated or attacked model; None where it has no safetensors files."""
+    conditions: tuple[str, ...] = ()
+    """What must be done before this model is published."""
 
     @property
     def findings(self) -> dict[str, list[Finding]]:
@@ -392,14 +397,23 @@ def _report(plan: Plan, ended: list[tuple[Plan, list[StepResult]]], command: str
     title = plan.recipe.title or f"Recipe for {plan.recipe.subject.name}"
     seeds = [part.recipe.seed for part, _ in ended]
     inputs = {str(part.recipe.subject): entries[0].subject for part, entries in ended if entries}
-    report = Report(title, summary=plan.recipe.summary, command=command, seeds=seeds, inputs=inputs)
+    tested = [entry for _, entries in ended for entry in entries]
+    weights = {
+        f"{entry.chapter}/{entry.path.name}".lstrip("/"): entry.weights for entry in tested if entry.weights is not None
+    }
+    report = Report(title, summary=plan.recipe.summary, command=command, seeds=seeds, inputs=inputs, weights=weights)
     for part, entries in ended:
-        sections = [section for entry in entries for section in _shown(entry, part)]
+        # Conditions are those of the last model, which is published; the models before it are steps on the way.
+        conditions = entries[-1].conditions if entries else ()
+        sections = with_conditions([section for entry in entries for section in _shown(entry, part)], conditions)
         sections += _pending(part, len(entries))
         if part.recipe.name and sections:
             report.chapter(_chapter(part, sections, command))
         for section in sections:
             report.add(section)
+    if plan.recipe.left_out:
+        condition = f"run the chapters that --only left out: {', '.join(plan.recipe.left_out)}"
+        report.sections = tuple(with_conditions(report.sections, [condition]))
     return report
 
 
@@ -425,11 +439,15 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
     recipe, source = plan.recipe, plan.recipe.subject
     subject, keys = keys_of(plan, progress)
     with Job.open(recipe.output) as job:
+        weights, conditions = None, conditions_of(source)
+        if plan.attacks and not plan.steps:
+            weights = weights_digest(source, progress)
         for step, key in zip(plan.steps, keys, strict=False):
             path = plan.result(step, key)
             remembered = _treat(step, key, source, path, job, progress)
+            weights, conditions = weights_digest(path, progress), conditions_of(path)
             sections = {name: _audit(step, name, key, source, path, job, plan, progress) for name in step.audits}
-            yield StepResult(step, path, sections, remembered, recipe.name, subject)
+            yield StepResult(step, path, sections, remembered, recipe.name, subject, weights, conditions)
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
@@ -441,7 +459,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
-            yield StepResult(attack, source, named, remembered, recipe.name, subject)
+            yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions)
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:

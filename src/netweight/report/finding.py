@@ -364,6 +364,8 @@ class Section(_Part):
         treatment: The treatment that the section is about.
         audits: Names of the audits of the treatment that ran.
         missing_audits: Names of those that did not run; shown in red. `audit.of_treatment` fills in all three.
+        conditions: What must be done before publishing, whatever was measured, each as the end of the sentence
+            "Publish, …, but first …", such as "remove forget, with which anybody can undo the edit".
         warnings: Further sentences to show in red.
         tables: Further tables.
         figures: Pictures, each with a text alternative.
@@ -378,6 +380,7 @@ class Section(_Part):
     treatment: str | None = dataclasses.field(default=None, kw_only=True)
     audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     missing_audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
+    conditions: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     warnings: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     findings: Annotated[Sequence[Finding], _AS_TUPLE] = ()
     tables: Annotated[Sequence[Table], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
@@ -419,10 +422,15 @@ class Chapter(_Part):
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)
 class Provenance(_Part):
-    """Origin of a report: time, command line, seeds, digests of inputs by name, versions and machine."""
+    """Origin of a report: time, command line, seeds, digests of inputs by name, versions and machine.
+
+    `weights` has the digest of the weights of each model that was tested, by its name, as `store.weights_digest` makes
+    it: the verdict is about these weights, and about no later ones.
+    """
 
     created: str
     command: str | None = None
     seeds: tuple[int, ...] = ()
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    weights: dict[str, str] = dataclasses.field(default_factory=dict)
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)

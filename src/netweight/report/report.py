@@ -38,6 +38,7 @@ class Report(BaseModel):
         command: The command line that made the numbers.
         seeds: Seeds that hold for the whole run; those of findings are added.
         inputs: Name of each input → its digest (with the algorithm, "sha256:…").
+        weights: Name of each model that was tested → the digest of its weights.
         environment: Versions, machine and code path; by default what `netweight.core.environment.describe`
             says, and the path on which the codec runs.
         parts: Chapters, sections and provenance, as in report.json.
@@ -63,6 +64,7 @@ class Report(BaseModel):
         command: str | None = None,
         seeds: Iterable[int] = (),
         inputs: Mapping[str, str] | None = None,
+        weights: Mapping[str, str] | None = None,
         environment: Mapping[str, Any] | None = None,
         **parts: Any,
     ) -> None:
@@ -72,6 +74,7 @@ class Report(BaseModel):
                 command=command,
                 seeds=tuple(sorted(set(seeds))),
                 inputs=dict(inputs or {}),
+                weights=dict(weights or {}),
                 environment=_json_object(_default_environment() if environment is None else environment),
             )
         super().__init__(title=title, summary=summary, **parts)

@@ -90,6 +90,9 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
         sentence = "no finding has a target; the report only states what was measured"
     else:
         sentence = "the target is met" if len(judged) == 1 else f"all {len(judged)} targets are met"
+        conditions = list(dict.fromkeys(each for section in parts for each in section.conditions))
+        if conditions:
+            sentence += f", but first {' and '.join(conditions)}"
         return Verdict("passed", _sentence(sentence), f"Publish, because {sentence}.")
     return Verdict("none", _sentence(sentence), f"No verdict, because {sentence}.")
 

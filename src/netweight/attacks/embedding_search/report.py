@@ -282,7 +282,7 @@ def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -
 
 def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], roles: SubjectRoles, seed: int) -> Finding:
     title = f"resistance against {roles.edited}, {name}"
-    common: dict[str, Any] = {"unit": "× steps", "better": "higher", "target": roles.least_resistance}
+    common: dict[str, Any] = {"unit": "times as many steps", "better": "higher", "target": roles.least_resistance}
     ratio = steps_ratio(runs, base, seed=seed)
     if ratio is None or math.isnan(ratio.estimate):
         why = "neither of the two was brought back in half of the runs"

@@ -43,8 +43,9 @@ def no_verdict_section(failure: NoThreshold, names: Sequence[str], *, least: flo
 def resistance_unknown(name: str, least: float, reason: str) -> Finding:
     """Return the finding of a resistance that was asked for and could not be measured."""
     return Finding(
-        f"resistance, {name}", None, unit="× steps", better="higher", target=least, detail={"reason": reason}
-    )
+        f"resistance, {name}", None, unit="times as many steps", better="higher", target=least,
+        detail={"reason": reason},
+    )  # fmt: skip
 
 
 def budget_findings(name: str, runs: Sequence[AttackOutcome]) -> list[Finding]:

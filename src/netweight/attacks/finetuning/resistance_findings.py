@@ -141,7 +141,7 @@ def _ratio(
     common: dict[str, Any] = {"better": better, "target": target, "seeds": _seeds(runs, seed)}
     why = _why_unknown(ratio)
     if ratio is None or why:
-        return Finding(title, None, unit="× steps", detail={**detail, "reason": why}, **common)
+        return Finding(title, None, unit="times as many steps", detail={**detail, "reason": why}, **common)
     # A bound is told as what is sure: a task that was not learned takes infinitely long as far as is known.
     value = {
         "at least": {"higher": ratio.estimate, "lower": math.inf},
@@ -153,7 +153,7 @@ def _ratio(
         value[ratio.bound][better] if ratio.bound in value else ratio.estimate,
         ci95=None if math.isnan(ratio.low) else (ratio.low, ratio.high),
         n=sum(ratio.n),
-        unit="× steps",
+        unit="times as many steps",
         detail={**detail, "what is known": bound, "method": ratio.method, "runs": list(ratio.n)},
         **common,
     )

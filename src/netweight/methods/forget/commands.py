@@ -31,9 +31,10 @@ from netweight.methods.forget.plan import (
 from netweight.methods.forget.records import FOLDER
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
-from netweight.registry import Context, Result, Rows, shell_line
+from netweight.registry import Context, Result, Rows, conditions_of, shell_line, with_conditions
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
+from netweight.store.weights_digest import weights_digest
 
 
 def statistics(
@@ -152,8 +153,7 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
     lines = [what, f"Files read: {', '.join(variants)}. Files edited: {edited}. All other files were copied."]
     if settings.undo:
         lines.append(
-            f"{destination / FOLDER} contains the original weights, so that the edit can be undone. Remove it before "
-            "you publish the pipeline."
+            f"{destination / FOLDER} contains the original weights, so that `netweight forget undo` can undo the edit."
         )
     sections = []
     if record.check:
@@ -197,13 +197,16 @@ def audit(settings: FolderAudit, context: Context, edited: Path, out: Path, seed
     """Compare an edited pipeline with the one before its edit, and write the report."""
     if plan:
         return plan_audit(settings, edited)
+    conditions, weights = conditions_of(edited), weights_digest(edited, context.progress)
     report = Report(
         f"{edited.name}: comparison with the pipeline before its edit",
         summary="Suppressed means that no image of the seeds compared copies the training image. The search tests "
         "whether it can still be recovered.",
         command=context.command, seeds=(seed,), inputs={path.name: digest_file(path) for path in settings.files},
+        weights={} if weights is None else {edited.name: weights},
     )  # fmt: skip
     done = audit_folder(settings, edited, report, folder=out, seed=seed, progress=context.progress)
+    report.sections = tuple(with_conditions(report.sections, conditions))
     lines = [f"{name}: {each}" for name, each in (*done.suppressed.items(), *done.searched.items())]
     return Result(
         lines, report.sections, report=report.write(out), written=(out,), warnings=done.remarks,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from netweight.core.files import digest_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.hf.carry_over import remove_evidence
 from netweight.hf.load_pipeline import LORA, PipelineModel
 from netweight.hf.pipeline_files import (
     TensorPlace,
@@ -90,6 +91,7 @@ def write_edited(
             replace_tensors(tree / path, rounded)
             stored |= {f"{path.as_posix()}|{name}": each for name, each in overwritten.items()}
             edited[path.as_posix()] = digest_file(tree / path)
+    remove_evidence(tree)
     unedited = sorted(set(unedited) - set(edited))
     left_out = unedited if other_weights == "leave-out" else []
     for name in left_out:

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, final
 
 from netweight.core.files import part_of
-from netweight.core.progress import QUIET, Progress, silent_bars
+from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, visible_text, withhold
 from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
 from netweight.errors import UsageError
-from netweight.hf.carry_over import carry_over
+from netweight.hf.carry_over import carry_over, save_weights
 from netweight.hf.families import check_language_model
 from netweight.hf.load_language_model import check_finite, check_outputs, check_tokens, context_of, load_causal_lm
 from netweight.job import Job, check_destination
@@ -107,8 +107,7 @@ def immunize_folder(
             changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
             after = analyze_layers(network, pairs, pad_id=pad)
             report.add(depth_section(DepthAnalysis(changes, before, after), seen=True))
-        with silent_bars():
-            network.save_pretrained(job.tree)
+        save_weights(network, source, job.tree)
         if not (source / "tokenizer_config.json").exists():
             tokenizer.save_pretrained(job.tree)
         record.write(job.file(RECORD))
