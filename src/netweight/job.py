@@ -41,6 +41,7 @@ from netweight.core.files import (
     work_of,
     write_record,
 )
+from netweight.core.work_account import note_checkpoint, note_needed, note_stored, note_used
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
@@ -206,17 +207,21 @@ def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Eng
     name = _function_name(fn)
     with Ledger(path) as ledger:
         _check_owner(ledger, name)
+        note_needed(path.stem, len(items))
         left = []
         for key, item in items.items():
             record = ledger.records.get(key)
             if record is None or record["error"] is not None:
                 left.append(key)
             else:
+                note_used(path.stem, path, key)
                 yield Result(item, key, record["value"], None, record["seconds"], from_ledger=True)
         for index, outcome in engine(fn, [items[key] for key in left]) if left else ():
             key = left[index]
             record = _record(key, name, items[key], outcome)
             ledger.append(record)
+            if outcome.error is None:
+                note_stored(path, key)
             yield Result(items[key], key, record["value"], record["error"], outcome.seconds, from_ledger=False)
 
 
@@ -385,7 +390,10 @@ class Job:
             return None
         with self._opened() as (about, store, names):
             about.pop(_JOB, None)
-            return about, {name: store.get(name, check=True) for name in names}
+            state = about, {name: store.get(name, check=True) for name in names}
+        if not self._reading:
+            note_checkpoint(self._state)
+        return state
 
     @contextmanager
     def _opened(self) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
@@ -410,6 +418,7 @@ class Job:
         if self._key is not None:
             about = {**about, _JOB: {"version": _VERSION, "key": self._key}}
         write_checkpoint(self._state, about, tensors.items() if isinstance(tensors, Mapping) else tensors)
+        note_stored(self._state)
 
     def map(
         self,
@@ -436,7 +445,9 @@ class Job:
         if name not in self._ledgers:
             self._ledgers[name] = Ledger(self.folder / f"{name}.jsonl")
         ledger = self._ledgers[name]
-        ledger.append({**row, "digest": digest_config({"row": len(ledger.records)} if key is None else key)})
+        digest = digest_config({"row": len(ledger.records)} if key is None else key)
+        ledger.append({**row, "digest": digest})
+        note_stored(ledger.path, digest)
 
     def records(self, name: str) -> list[dict[str, Any]]:
         """Return all rows of `name`.jsonl; a last line that a kill cut short is not a row."""
@@ -444,8 +455,13 @@ class Job:
 
     def recorded(self, name: str, key: Any) -> dict[str, Any] | None:
         """Return the row of a `key` in `name`.jsonl, or None."""
-        record = self._read(name).get(digest_config(key))
-        return None if record is None else _row(record)
+        digest = digest_config(key)
+        record = self._read(name).get(digest)
+        if record is None:
+            return None
+        if not self._reading:
+            note_used(name, self.folder / f"{name}.jsonl", digest)
+        return _row(record)
 
     @property
     def tree(self) -> Path:

@@ -165,8 +165,8 @@ main(sys.argv[2:])
 """
 
 
-def interrupted(*arguments, at):
-    """Run a command in a process of its own, send it Ctrl-C at some sync, and return its code and what it said."""
+def interrupted(*arguments, at, by=signal.SIGINT):
+    """Run a command in a process of its own, send it a signal at some sync, and return its code and what it said."""
     process = subprocess.Popen(
         [sys.executable, "-c", COMMAND, str(at), *map(str, arguments)],
         stdout=subprocess.PIPE,
@@ -174,7 +174,7 @@ def interrupted(*arguments, at):
         text=True,
     )
     process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(by)
     _, said = process.communicate(timeout=60)
     return process.returncode, said
 
@@ -185,13 +185,21 @@ def test_after_ctrl_c_the_same_command_continues(model, tmp_path):
     assert "The same command continues where this one stopped" in said
     assert "delete .net.netweight-part" in said
     answer = run("compress", "m", "net")
-    assert "finished by an earlier, interrupted run" in answer.stdout
+    assert "Continued an earlier run: " in answer.stdout
     run("compress", "m", "expected")
     assert content(tmp_path / "net") == content(tmp_path / "expected")
     code, said = interrupted("compress", "m/model-00001-of-00002.safetensors", "x", at=1)
     assert code == 130
     assert "Nothing was written" in said
     assert sorted(os.listdir(tmp_path)) == ["expected", "m", "net"]
+
+
+def test_a_request_to_end_leaves_the_work_in_order(model, tmp_path):
+    code, said = interrupted("compress", "m", "net", at=4, by=signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, said
+    assert "Terminated by SIGTERM." in said
+    assert "delete .net.netweight-part" in said
+    assert "Continued an earlier run: 1 file." in run("compress", "m", "net").stdout
 
 
 def in_a_process(*arguments, **environment):

@@ -94,7 +94,7 @@ def test_the_command_killed_at_random_moments(tmp_path, seed):
         assert not target.exists() or content(target) == expected
     answer = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
-    assert "had been finished by an earlier, interrupted run" in answer.stdout
+    assert "Continued an earlier run: " in answer.stdout
     assert content(target) == expected
 
 

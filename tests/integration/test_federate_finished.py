@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from netweight.cli import netweight
+from netweight.job import Job
 from netweight.methods.federate import train
-from netweight.methods.federate.finished import HISTORY, open_run, state_dicts
+from netweight.methods.federate.checkpoint import CHECKPOINT, Checkpoint
+from netweight.methods.federate.finished import HISTORY, PRIVATE_KEY, open_run, state_dicts
 from netweight.methods.federate.settings import Federation
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
@@ -49,6 +51,7 @@ def test_weights_of_one_process_go_back_into_ones_own_modules(tmp_path: Path) ->
     assert made.exit_code == 0, made.output
     told = call("federate", "export", folder, tmp_path / "weights", "--client", "1")
     assert told.exit_code == 0, told.output
+    assert "The personal model of client 1: body.safetensors and head.safetensors." in told.output
     run = open_run(folder)
     body, head = run.task.body, run.task.head
     before = body.state_dict()["fc1.weight"].clone()
@@ -77,6 +80,13 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "server"
 
 
+def test_a_shared_model_is_called_shared(tmp_path: Path) -> None:
+    small = ["--clients", "3", "--rounds", "1", "--epochs", "1", "--method", "fedavg", "--no-audit"]
+    assert call("federate", "run", *small, "--model", "tiny_networks:halves", "--out", tmp_path / "run").exit_code == 0
+    told = call("federate", "export", tmp_path / "run", tmp_path / "weights")
+    assert "The shared model, which all clients have: body.safetensors and head.safetensors." in told.output
+
+
 def test_a_flower_run_is_reported_audited_and_exported(server: Path, tmp_path: Path) -> None:
     told = call("federate", "report", server)
     assert told.exit_code == 0, told.output
@@ -86,12 +96,28 @@ def test_a_flower_run_is_reported_audited_and_exported(server: Path, tmp_path: P
     assert refused.exit_code == 2
     assert "--app" in refused.output
     app = ["--app", "flower_app_of_test:both"]
-    told = call("federate", "export", server, tmp_path / "weights", *app)
+    refused = call("federate", "export", server, tmp_path / "weights", *app)
+    assert refused.exit_code == 2
+    assert "does not have what client 0 keeps: statistics.body.2.running_mean" in refused.output
+    with Job.open(server, state=CHECKPOINT, reading=True) as job:
+        saved = Checkpoint.load(job)
+    for client in (0, 1):
+        about = {PRIVATE_KEY: json.dumps({"client": client})}
+        save_file(dict(saved.private[client]), tmp_path / f"private-{client}.safetensors", about)
+    app += ["--private"]
+    refused = call("federate", "export", server, tmp_path / "no", *app, tmp_path / "private-1.safetensors")
+    assert "contains what client 1 keeps" in " ".join(refused.output.split())
+    told = call(
+        "federate", "export", server, tmp_path / "weights", *app, "--private", tmp_path / "private-0.safetensors"
+    )
     assert told.exit_code == 0, told.output
     body = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU())
     body.load_state_dict(load_file(tmp_path / "weights" / "body.safetensors"))
     assert torch.equal(body.state_dict()["1.weight"], open_run(server, app[1]).state["body.1.weight"])
-    told = call("federate", "audit", server, *app, "--images", "1", "--threat", "2x1", "--search-steps", "5")
+    mean = next(value for name, value in saved.private[0].items() if name.endswith("running_mean"))
+    assert torch.equal(body.state_dict()["2.running_mean"], mean)
+    assert mean.any()
+    told = call("federate", "audit", server, *app[:2], "--images", "1", "--threat", "2x1", "--search-steps", "5")
     assert told.exit_code in (0, 1), told.output
     assert "processor seconds an update" in " ".join(told.output.split())
 

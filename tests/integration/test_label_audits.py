@@ -1,9 +1,12 @@
 """`netweight label --minutes`: audits that run the model, what did not fit, rows of federations, the verdict."""
 
+import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -287,3 +290,26 @@ def test_the_history_of_a_flower_server_is_a_federation(tmp_path):
     report.add(Section("Accuracy", [Finding("rounds", 1)]))  # as `federate report` writes it, from the history alone
     report.write(tmp_path)
     assert netweight.label(tmp_path).row("privacy").state == "not measured"
+
+
+CHILD = "from netweight.labels.audit_process import end_with_parent; import time; end_with_parent(); time.sleep(60)"
+PARENT = (
+    "import subprocess, sys, time; "
+    f"print(subprocess.Popen([sys.executable, '-c', {CHILD!r}]).pid, flush=True); time.sleep(60)"
+)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere a process does not learn that its parent is gone")
+def test_a_killed_label_leaves_no_audit_running():
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        parent.kill()
+    for _ in range(300):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)  # where this process inherits children
+        try:
+            os.kill(child, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    pytest.fail("the child lives on")

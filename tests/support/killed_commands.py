@@ -1,15 +1,19 @@
 """Run a command whole, and killed in its midst and run again, in forks; a program of its own.
 
-Usage: killed_commands.py FOLDER ARGUMENT…, where `{out}` in an argument stands for the output of a run. A fork is
-killed by SIGKILL right after one of its calls that bring a checkpoint, a record or a result to the disk: the one after
-the middle, and the last. The whole run writes to FOLDER/whole, the others to FOLDER/middle and FOLDER/last. Prints for
-each run the exit code, how often the command wrote (-1 if it was killed), and its output, as JSON.
+Usage: killed_commands.py FOLDER MOMENTS TEMPLATE ARGUMENT…, where `{out}` in an argument stands for the folder of a
+run, which begins as a copy of the folder TEMPLATE ("-" for an empty one). A fork is killed by SIGKILL right after one
+of its calls that bring a checkpoint, a record or a result to the disk. MOMENTS is "two", which are the one after the
+middle and the last, or "all". The whole run works in FOLDER/whole, the others in folders named after their moment.
+Prints for each run the exit code, how often the command wrote (-1 if it was killed), and its output, as JSON.
 """
 
+import importlib
 import json
 import os
+import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 WRITES, MOST = 0, 0
@@ -55,24 +59,28 @@ def in_a_fork(arguments, log, most=0):
     return {"code": status, "writes": writes, "output": log.read_text()}
 
 
-def main(folder, *arguments):
-    import netweight.cli  # once for all forks
-
-    assert netweight.cli
+def main(folder, moments, template, *arguments):
+    for name in ("netweight.cli", "torch", "transformers", "diffusers"):  # once for all forks
+        with suppress(ImportError):
+            importlib.import_module(name)
     os.fsync = counted(os.fsync)
     os.replace = counted(os.replace)
     folder = Path(folder)
 
-    def run(manner, name, most=0):
-        place = folder / manner
-        place.mkdir(exist_ok=True)
-        return in_a_fork([one.replace("{out}", str(place)) for one in arguments], folder / f"{name}.log", most)
+    def run(place, log, most=0):
+        place = folder / place
+        if not place.exists():
+            place.mkdir() if template == "-" else shutil.copytree(template, place)
+        return in_a_fork([one.replace("{out}", str(place)) for one in arguments], folder / f"{log}.log", most)
 
     done = {"whole": run("whole", "whole")}
     writes = done["whole"]["writes"]
-    for manner, most in (("middle", writes // 2 + 1), ("last", writes)):
-        done[f"{manner} killed"] = run(manner, f"{manner}-killed", most)
-        done[manner] = run(manner, f"{manner}-again")
+    chosen = {"middle": writes // 2 + 1, "last": writes}
+    if moments == "all":
+        chosen = {str(moment): moment for moment in range(1, writes + 1)}
+    for name, moment in chosen.items():
+        done[f"{name} killed"] = run(name, f"{name}-killed", moment)
+        done[name] = run(name, f"{name}-again")
     print(json.dumps(done))
 
 

@@ -294,10 +294,23 @@ def test_detection_resumes_where_it_stopped(tmp_path):
     detect_resumably(model, PROMPTS[:3], config, folder=tmp_path)
     before = model.denoiser.rows
     found = detect_resumably(model, PROMPTS, config, folder=tmp_path)
-    assert model.denoiser.rows - before == 4 * 2 + 2 * 2  # four prompts are left, in two batches
+    assert model.denoiser.rows - before == 5 * 2 + 3 * 2  # four prompts are left, one of them in a batch that began
     assert [score.prompt for score in found] == PROMPTS
     for score, other in zip(found, whole, strict=True):
         assert score.seeds == pytest.approx(other.seeds, abs=1e-6)
+
+
+def test_a_run_that_was_killed_within_a_batch_scores_the_rest_to_the_same_bits(pipelines, tmp_path):
+    from netweight.hf.load_pipeline import text_to_image
+
+    model = text_to_image(pipelines.stable_diffusion())
+    config, prompts = DetectionConfig(seeds=(0, 1, 2), steps=4, rows=9), ["a red circle", "a photo", *PROMPTS[:3]]
+    whole = detect_resumably(model, prompts, config, folder=tmp_path / "whole")
+    (tmp_path / "killed").mkdir()
+    lines = (tmp_path / "whole" / "scores.jsonl").read_text().splitlines(keepends=True)
+    for count in (1, 2, 4):
+        (tmp_path / "killed" / "scores.jsonl").write_text("".join(lines[:count]))
+        assert detect_resumably(model, prompts, config, folder=tmp_path / "killed") == whole
 
 
 def test_a_batch_that_does_not_fit_is_halved_and_nothing_is_lost():

@@ -33,6 +33,7 @@ from netweight.attacks.gradient_inversion.matching import (
     starting_points,
     total_variation,
 )
+from netweight.core.progress import QUIET, Progress
 from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 
@@ -400,3 +401,67 @@ def test_every_attack_runs_by_name(name):
     assert found.images.shape == images.shape
     assert found.attack.lower().startswith(name.replace("-", " "))
     assert found.steps == further.get("steps", 0)
+
+
+class Stopping(Progress):
+    """Raises KeyboardInterrupt after so many steps."""
+
+    def __init__(self, steps):
+        super().__init__("off")
+        self.left = steps
+
+    def task(self, *arguments, **options):
+        task = super().task(*arguments, **options)
+        real = task.update
+
+        def update(amount=1):
+            self.left -= amount
+            if self.left < 0:
+                raise KeyboardInterrupt
+            real(amount)
+
+        task.update = update
+        return task
+
+
+@pytest.mark.parametrize(("name", "further"), [
+    ("ig", {"steps": 120, "restarts": 2}), ("ig", {"steps": 7, "total_variation": 0.1}),
+    ("rog", {"steps": 60}), ("dlg", {"classes": 4, "steps": 9, "restarts": 3}),
+])  # fmt: skip
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
+def test_a_search_that_was_stopped_continues_to_the_same_bits(name, further, share, tmp_path):
+    model, (images, labels) = network(), batch(1)
+    client, params = gradient_of(model), known_parameters(model)
+    observed = client(params, (images, labels))
+
+    def attacked(folder, progress=QUIET, client=client):
+        return run_attack(
+            name, client, params, observed, shape=(1, 1, 8, 8), seed=0, folder=folder, progress=progress, **further
+        )
+
+    steps = further["steps"] * (further.get("restarts", 1) if name == "dlg" else 1)
+    whole = attacked(None)
+    if share < 1:
+        with pytest.raises(KeyboardInterrupt):
+            attacked(tmp_path, Stopping(round(steps * share)))
+    else:
+        attacked(tmp_path)
+    counted = Stopping(2 * steps)
+    found = attacked(tmp_path, counted)
+    assert counted.left == steps, "steps are reported, those of the first call, too"
+    assert torch.equal(found.images, whole.images)
+    assert torch.equal(found.labels, whole.labels)
+    assert found.history == whole.history
+    assert found.objectives_by_restart == whole.objectives_by_restart
+
+
+def test_a_search_of_another_network_begins_anew(tmp_path):
+    """The weights are the same, and the code is not, which their digests do not show."""
+    model, other, (images, labels) = network(), network(activation=nn.Tanh), batch(1)
+    params = known_parameters(model)
+    observed = gradient_of(model)(params, (images, labels))
+    given = {"shape": (1, 1, 8, 8), "labels": labels, "steps": 6, "seed": 0}
+    run_attack("ig", gradient_of(model), params, observed, folder=tmp_path, **given)
+    found = run_attack("ig", gradient_of(other), params, observed, folder=tmp_path, **given)
+    expected = run_attack("ig", gradient_of(other), params, observed, **given)
+    assert torch.equal(found.images, expected.images)

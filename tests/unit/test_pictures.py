@@ -154,8 +154,9 @@ def test_odd_pictures_are_named(tmp_path):
     remarks = " ".join(data.load_folder(tmp_path).remarks)
     assert "Of one value everywhere" in remarks
     assert "flat.png" in remarks
+    assert "remove their files, or replace them" in remarks
     assert "clipped" in remarks
-    assert "white.png" in remarks
+    assert "white.png). Save them again from the original, with its whole range of values" in remarks
 
 
 def frames(path, ending):

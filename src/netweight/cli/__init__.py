@@ -2,7 +2,8 @@
 
 Commands of methods and attacks are generated from their registrations (`generate.py`); the others are in this package.
 
-Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted.
+Exit codes: 0 done, 1 a finding failed, 2 wrong usage, 3 corrupt or unsafe input, 130 interrupted, and 128 plus the
+number of a signal that asks for an end (143 for SIGTERM).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, final
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 FINDING_FAILED = 1
 # Exit code of a command that was stopped with Ctrl-C, as shells have it.
 INTERRUPTED = 130
+# Signals that ask a process to end, as a batch system or a closed terminal sends them.
+_ENDING = ("SIGTERM", "SIGHUP")
 # The home of the documentation on the web, for help and messages; empty until there is one.
 DOCUMENTATION = ""
 
@@ -200,6 +205,12 @@ class Commands(click.Group):
             from netweight.core.files import refusal_of_system  # not for the help, which is quick without numpy
 
             failure = refusal_of_system(error)
+        except Terminated as end:
+            text = f"Terminated by {end.signal.name}."
+            click.secho(text, fg="yellow", err=True)
+            if as_json:
+                _report_json("Interrupted", text)
+            ctx.exit(128 + end.signal)
         except KeyboardInterrupt:
             click.secho("Interrupted.", fg="yellow", err=True)
             if as_json:
@@ -246,8 +257,32 @@ def netweight(verbose: int) -> None:
         logging.getLogger("netweight").setLevel(logging.DEBUG if verbose > 1 else logging.INFO)
 
 
+@final
+class Terminated(KeyboardInterrupt):
+    """A signal asked this process to end; work is put in order as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = signal.Signals(number)
+
+
+def _end_orderly() -> None:
+    """Let signals that ask for an end raise `Terminated`, unless whoever started this process has them ignored."""
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        raise Terminated(number)
+
+    if threading.current_thread() is threading.main_thread():
+        for name in _ENDING:
+            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, terminate)
+
+
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    _end_orderly()
     # Torch asks for huge pages, which takes up to two thirds off the time of large tensors on a virtual machine.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     sys.exit(netweight.main(args=None if arguments is None else list(arguments), prog_name="netweight"))

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from netweight.cli import ATTACK, FINDING_FAILED, NEW, Output, command_line, output_option, write_example
+from netweight.core.work_account import WorkAccount, work_account
 from netweight.registry import (
     ATTACKS,
     Argument,
@@ -106,14 +107,15 @@ class _Generated(click.Command):
             how = Context(output.progress, command_line())
             if card:
                 _check_card(registered, given)
-            try:
-                result = registered.execute(settings, how, given)
-            except KeyboardInterrupt:
-                _interrupted(registered, given, output)
-                raise
+            with work_account() as account:
+                try:
+                    result = registered.execute(settings, how, given)
+                except KeyboardInterrupt:
+                    _interrupted(account, registered, given, output)
+                    raise
             if card:
                 _write_card(registered, given, result, output)
-            show(context, result, output)
+            show(context, result, output, account)
 
         function: Any = click.pass_context(run)
         function = output_option(function)
@@ -186,8 +188,11 @@ def _option(argument: Argument) -> Any:
     )  # fmt: skip
 
 
-def show(context: click.Context, result: Result, output: Output) -> None:
-    """Write what a command did; exits with 1 if the verdict is "failed"."""
+def show(context: click.Context, result: Result, output: Output, account: WorkAccount | None = None) -> None:
+    """Write what a command did and what of it an earlier call had done; exits with 1 if the verdict is "failed"."""
+    continued = [] if account is None else account.sentences()
+    if continued:
+        output.line(f"Continued an earlier run: {', '.join(continued)}.")
     for line in result.lines:
         if isinstance(line, Rows):
             output.table(line.headers, line.rows)
@@ -224,6 +229,7 @@ def show(context: click.Context, result: Result, output: Output) -> None:
         **({"report": str(result.report)} if result.report is not None else {}),
         **({"written": [str(path) for path in result.written]} if result.written else {}),
         **({"warnings": list(result.warnings)} if result.warnings else {}),
+        **({"continued": continued} if continued else {}),
     })  # fmt: skip
     if verdict is not None and verdict.failed:
         context.exit(FINDING_FAILED)
@@ -283,17 +289,17 @@ def _write_card(registered: Command[Any], given: dict[str, Any], result: Result,
         output.line(f"Card: {update_card(folder, command=command_line())}")
 
 
-def _interrupted(registered: Command[Any], given: dict[str, Any], output: Output) -> None:
-    """Tell after Ctrl-C what became of the work."""
+def _interrupted(account: WorkAccount, registered: Command[Any], given: dict[str, Any], output: Output) -> None:
+    """Report after Ctrl-C, or another request to stop, what became of the work."""
     from netweight.core.files import part_of, work_of
 
     _, new = _places(registered, given)
-    if new is None:
-        return
-    begun = next((place for place in (part_of(new), work_of(new), new) if place.exists()), None)
-    if begun is None:
+    beside = [] if new is None else [place for place in (part_of(new), work_of(new)) if place.exists()]
+    if not account.folders and not beside:
         output.warn("Nothing was written.")
-    else:
-        output.warn(
-            f"The same command continues where this one stopped. To start again from the beginning, delete {begun}."
-        )
+        return
+    begun = beside or account.folders
+    output.warn(
+        "The same command continues where this one stopped. To start again from the beginning, delete "
+        f"{', '.join(map(str, begun))}."
+    )

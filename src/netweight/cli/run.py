@@ -72,7 +72,12 @@ def run(
         for part, estimates in zip(plan.parts, times, strict=True):
             _show_plan(output, part, part.states(progress=Progress()), estimates)
         return
-    done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
+    try:
+        done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
+    except KeyboardInterrupt:
+        if plan.recipe.output.exists():
+            output.warn(f"The finished work is kept in {plan.recipe.output}. The same command continues from there.")
+        raise
     page = plan.recipe.output / "report.html"
     _show(output, done)
     verdict = decide(read_report(plan.recipe.output).sections)

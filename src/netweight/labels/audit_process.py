@@ -12,6 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,12 +93,26 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def end_with_parent() -> None:
+    """End this process as soon as its parent is gone: a label that was killed leaves no audit running behind it."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    if os.name == "posix":  # elsewhere the number stays that of the parent
+        threading.Thread(target=watch, daemon=True, name="netweight-parent").start()
+
+
 def main() -> None:
     """Run what standard input asks for, and write how it ended."""
     from netweight.core.progress import QUIET, Progress
     from netweight.core.quiet import quiet_libraries
     from netweight.registry import command
 
+    end_with_parent()
     order = json.load(sys.stdin)
     quiet_libraries()
     folder = Path(order["folder"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from netweight.attacks.gradient_inversion.client import (
 from netweight.attacks.gradient_inversion.matching import run_attack
 from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
 from netweight.attacks.gradient_inversion.settings import InversionSettings
+from netweight.core.files import digest_config, digest_tensor
 from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
@@ -25,6 +27,11 @@ from netweight.errors import UsageError
 from netweight.registry import Result, Target
 from netweight.report.plots import check_figures
 from netweight.store import open_store
+
+# Folder in the attack's output with the checkpoints of its searches, each in a folder named by what it depends on.
+_SEARCHES = "searches"
+# Settings that change how the result is reported, and not the search.
+_OF_THE_REPORT = ("reference", "lpips_backbone", "lpips_heads", "max_psnr", "params")
 
 
 def attack(target: Target, settings: InversionSettings, progress: Progress) -> Result:
@@ -36,11 +43,12 @@ def attack(target: Target, settings: InversionSettings, progress: Progress) -> R
     model = _model(settings.model, settings.params)
     _try(model, shape)
     observed, left_out = without_buffers(model, _tensors(target.model))
+    place = target.output / _SEARCHES / _digest(model, observed, settings, seed)
     inversion = run_attack(
         settings.attack, _client(model, settings), known_parameters(model), observed, shape=shape,
         labels=None if settings.labels is None else torch.tensor(settings.labels), classes=settings.classes,
         layer=settings.layer, bounds=(-mean / std, (1 - mean) / std), steps=settings.steps, restarts=settings.restarts,
-        total_variation=settings.total_variation, seed=seed, progress=progress,
+        total_variation=settings.total_variation, seed=seed, folder=place, progress=progress,
     )  # fmt: skip
     images = (inversion.images.cpu().float() * std + mean).clamp(0, 1)
     order = torch.arange(len(images)) if reference is None else in_order(images, reference)
@@ -63,6 +71,15 @@ def attack(target: Target, settings: InversionSettings, progress: Progress) -> R
 def check(update: Path | None, settings: InversionSettings) -> None:
     """Refuse before any work a model that cannot be imported."""
     import_named(settings.model, "--model")
+
+
+def _digest(model: nn.Module, observed: Mapping[str, Tensor], settings: InversionSettings, seed: int) -> str:
+    """Return the digest of all that decides a search, the code of the model excepted."""
+    about = {name: value for name, value in settings.to_json().items() if name not in _OF_THE_REPORT}
+    weights = {name: digest_tensor(value) for name, value in model.state_dict().items()}
+    update = {name: digest_tensor(value) for name, value in observed.items()}
+    digest = digest_config({"settings": about, "seed": seed, "weights": weights, "update": update})
+    return digest.rpartition(":")[2]
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

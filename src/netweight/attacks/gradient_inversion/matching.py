@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 import torch
@@ -18,6 +19,15 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from netweight.attacks.gradient_inversion.analytic import first_layer, labels_of_update
+from netweight.attacks.gradient_inversion.checkpoints import (
+    adam_tensors,
+    checkpointed,
+    is_due,
+    lbfgs_state,
+    restore_adam,
+    restore_lbfgs,
+    same_objectives,
+)
 from netweight.attacks.gradient_inversion.client import (
     LocalUpdate,
     Reconstruction,
@@ -28,6 +38,7 @@ from netweight.attacks.gradient_inversion.client import (
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
+from netweight.job import Job
 
 # A scalar from the variables of one restart, in their order; differentiable.
 Objective: TypeAlias = Callable[..., Tensor]
@@ -68,10 +79,11 @@ def descend(
     schedule: Schedule = "steps",
     project: Callable[..., None] | None = None,
     anneal: Callable[[float], None] | None = None,
+    folder: Path | None = None,
     progress: Progress = QUIET,
     description: str = "inverting",
 ) -> DescentResult:
-    """Minimize an objective by Adam from several starting points."""
+    """Minimize an objective by Adam from several starting points; with a folder a second call continues the first."""
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
         raise UsageError(f"steps={steps} with {restarts} restarts cannot run.", cure="Each must be at least 1.")
@@ -79,9 +91,16 @@ def descend(
     objectives = _side_by_side(objective, variables)
     optimizer = torch.optim.Adam(variables, lr=lr)
     values: list[list[float]] = []
-    every = max(1, steps // _HISTORY)
-    with progress.task(description, steps, unit="steps") as task:
-        for step in range(steps):
+    every, first = max(1, steps // _HISTORY), 0
+    with checkpointed(folder, "search") as job, progress.task(description, steps, unit="steps") as task:
+        saved = None if job is None else job.load()
+        if saved is not None and same_objectives(saved[0]["values"][0], _differentiate(objectives, variables, signed)):
+            first, values = saved[0]["step"], saved[0]["values"]
+            restore_adam(optimizer, variables, saved[1])
+            if anneal is not None:
+                anneal(_factor(schedule, (first - 1) / steps))
+            task.update(first)
+        for step in range(first, steps):
             share = _factor(schedule, step / steps)
             for group in optimizer.param_groups:
                 group["lr"] = lr * share
@@ -94,6 +113,8 @@ def descend(
             if project is not None:
                 with torch.no_grad():
                     project(*variables)
+            if job is not None and is_due(step + 1, steps):
+                job.save({"step": step + 1, "values": values}, adam_tensors(optimizer, variables))
             task.update()
     final = _differentiate(objectives, variables, signed)
     best = min(range(restarts), key=lambda restart: _order(final[restart]))
@@ -196,6 +217,7 @@ def invert(
     config: MatchingConfig | None = None,
     terms: Sequence[Term] = (),
     seed: int,
+    folder: Path | None = None,
     progress: Progress = QUIET,
 ) -> Reconstruction:
     """Search images whose update has the direction of the observed one, by Adam on 1 - cosine + total variation.
@@ -211,6 +233,8 @@ def invert(
         config: How to search.
         terms: Further terms, added to the objective.
         seed: Seed of the starting points.
+        folder: Folder of checkpoints, of this search alone: a second call with the same arguments continues the first;
+            None to keep none.
         progress: Where progress is shown.
 
     Returns:
@@ -250,7 +274,7 @@ def invert(
 
     descended = descend(
         objective, (start,), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
-        project=project, anneal=anneal, progress=progress,
+        project=project, anneal=anneal, folder=folder, progress=progress,
     )  # fmt: skip
     name = "IG" if config.distance == "cosine" else "IG (squared distance)"
     return descended.reconstruction(descended.variables[0], classes, steps=config.steps, attack=name)
@@ -327,6 +351,7 @@ def rog(
     config: ROGConfig | None = None,
     post_processing: PostProcessing | None = None,
     seed: int,
+    folder: Path | None = None,
     progress: Progress = QUIET,
 ) -> Reconstruction:
     """Search a coarse latent whose enlargement gives the observed update, by the squared distance (stage 1 of ROG).
@@ -344,6 +369,8 @@ def rog(
         config: How to search.
         post_processing: The second stage.
         seed: Seed of the starting points.
+        folder: Folder of checkpoints, of this search alone: a second call with the same arguments continues the first;
+            None to keep none.
         progress: Where progress is shown.
 
     Returns:
@@ -370,8 +397,9 @@ def rog(
         return relative_distance(local_update(params, (_enlarge(latent, size), labels)), chosen)
 
     descended = descend(
-        objective, (latents,), steps=config.steps, lr=config.lr, schedule="cosine", progress=progress, description="ROG"
-    )
+        objective, (latents,), steps=config.steps, lr=config.lr, schedule="cosine", folder=folder, progress=progress,
+        description="ROG",
+    )  # fmt: skip
     images, second = _enlarge(descended.variables[0], size), "no post-processing"
     if post_processing is not None:
         images, second = _polished(images, post_processing), "the user's post-processing"
@@ -417,6 +445,7 @@ def dlg(
     labels: Tensor | None = None,
     config: DLGConfig | None = None,
     seed: int,
+    folder: Path | None = None,
     progress: Progress = QUIET,
 ) -> Reconstruction:
     """Search images, and labels if they are unknown, whose update is nearest to the observed one.
@@ -433,6 +462,8 @@ def dlg(
         labels: The labels, if they are known: then only the images are searched.
         config: How to search.
         seed: Seed of the starting points.
+        folder: Folder of checkpoints, of this search alone: a second call with the same arguments continues the first;
+            None to keep none.
         progress: Where progress is shown.
 
     Returns:
@@ -463,8 +494,9 @@ def dlg(
 
     ends = []
     with progress.task("DLG", config.steps * config.restarts, unit="steps") as task:
-        for start in zip(starts, scores, strict=True):
-            ends.append(_search(objective, start, config.steps, task))
+        for number, start in enumerate(zip(starts, scores, strict=True)):
+            with checkpointed(folder, f"restart-{number}") as job:
+                ends.append(_search(objective, start, config.steps, task, job))
     objectives = tuple(history[-1] for _, history in ends)
     best = min(range(len(ends)), key=lambda end: objectives[end] if math.isfinite(objectives[end]) else math.inf)
     variables, history = ends[best]
@@ -479,7 +511,7 @@ def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
 
 
 def _search(
-    objective: Callable[[Tensor, Tensor], Tensor], start: tuple[Tensor, Tensor], steps: int, task: Task
+    objective: Callable[[Tensor, Tensor], Tensor], start: tuple[Tensor, Tensor], steps: int, task: Task, job: Job | None
 ) -> tuple[tuple[Tensor, Tensor], tuple[float, ...]]:
     """Run L-BFGS from one start; return where it ended and the objective from start to end."""
     images, score = (part.clone().requires_grad_() for part in start)
@@ -493,9 +525,17 @@ def _search(
         value.backward()  # type: ignore[no-untyped-call]
         return value.detach()
 
-    history = []
-    for _ in range(steps):
+    history: list[float] = []
+    saved = None if job is None else job.load()
+    if saved is not None and same_objectives(saved[0]["history"][:1], [float(objective(images, score).detach())]):
+        history = saved[0]["history"]
+        restore_lbfgs(optimizer, [images, score], saved[0]["optimizer"], saved[1])
+        task.update(len(history))
+    for step in range(len(history), steps):
         history.append(float(optimizer.step(slope)))  # type: ignore[no-untyped-call]
+        if job is not None and is_due(step + 1, steps):
+            numbers, tensors = lbfgs_state(optimizer, [images, score])
+            job.save({"history": history, "optimizer": numbers}, tensors)
         task.update()
     history.append(float(objective(images, score).detach()))
     return (images.detach(), score.detach()), tuple(history)
@@ -520,13 +560,14 @@ def run_attack(
     restarts: int = 1,
     total_variation: float | None = None,
     seed: int,
+    folder: Path | None = None,
     progress: Progress = QUIET,
 ) -> Reconstruction:
-    """Run one of the generic attacks."""
+    """Run one of the generic attacks; with a folder of its own for checkpoints, a second call continues the first."""
     _check(name, {"layer": layer, "classes": classes, "total_variation": total_variation}, labels)
     given = {"steps": steps, "total_variation": total_variation}
     search: dict[str, Any] = {"restarts": restarts, **{key: value for key, value in given.items() if value is not None}}
-    about: dict[str, Any] = {"shape": shape, "seed": seed, "progress": progress}
+    about: dict[str, Any] = {"shape": shape, "seed": seed, "folder": folder, "progress": progress}
     if name == "dlg":
         about |= {"classes": classes, "labels": labels, "config": DLGConfig(**search)}
         return dlg(local_update, params, observed, **about)

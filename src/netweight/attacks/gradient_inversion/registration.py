@@ -13,8 +13,9 @@ GRADIENT_INVERSION: Attack[Any] = Attack(
     title="Gradient inversion",
     summary="Reconstruct private images from the update that a client sent.",
     description="UPDATE is a .safetensors file of what the client sent. The model's code is imported from the current "
-    "folder or from what is installed, and is run. OUT receives the images as PNG files, and a report. Exits with 1 if "
-    "--max-psnr is given and the reconstruction is better than that.",
+    "folder or from what is installed, and is run. OUT receives the images as PNG files, a report, and checkpoints of "
+    "the search, from which a second call continues. Exits with 1 if --max-psnr is given and the reconstruction is "
+    "better than that.",
     example="netweight attack gradient-inversion update.safetensors --model mynet:make --shape 1,3,32,32 --out images",
     arguments=(Argument("update", "file"), RESULTS, SEED.named("seed", help="Seed of the starting points.")),
     check=lazy(f"{_FOLDER}:check"),

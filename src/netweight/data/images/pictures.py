@@ -67,16 +67,18 @@ class _Remarks:
     """Gathers remarks, each with the pictures that it is about."""
 
     by_reason: dict[str, list[str]] = field(default_factory=dict)
+    cures: dict[str, str] = field(default_factory=dict)
 
-    def add(self, what: str, name: str) -> None:
+    def add(self, what: str, name: str, *, cure: str = "") -> None:
         self.by_reason.setdefault(what, []).append(name)
+        self.cures[what] = cure
 
     def sentences(self) -> tuple[str, ...]:
         lines = []
         for what, names in self.by_reason.items():
             count = f"{len(names)} pictures" if len(names) > 1 else "1 picture"
             more = ", …" if len(names) > _NAMED else ""
-            lines.append(f"{what}: {count} ({', '.join(names[:_NAMED])}{more}).")
+            lines.append(f"{what}: {count} ({', '.join(names[:_NAMED])}{more}). {self.cures[what]}".rstrip())
         return tuple(lines)
 
 
@@ -335,8 +337,12 @@ def _note_odd(pixels: Tensor, name: str, remarks: _Remarks) -> None:
     """Name a picture of one value, or one that is black and white but for few pixels."""
     low, high = int(pixels.min()), int(pixels.max())
     if low == high:
-        remarks.add("Of one value everywhere", name)
+        remarks.add("Of one value everywhere", name, cure="They show nothing: remove their files, or replace them.")
     elif len(pixels.unique()) > 2 and (  # type: ignore[no-untyped-call]
         float(((pixels == 0) | (pixels == 255)).float().mean()) > _CLIPPED
     ):
-        remarks.add("Probably clipped: nearly all pixels are black or white", name)
+        remarks.add(
+            "Probably clipped, since nearly all pixels are black or white", name,
+            cure="Save them again from the original, with its whole range of values (PNG of 8 or 16 bits), or remove "
+            "their files.",
+        )  # fmt: skip

@@ -107,8 +107,6 @@ def _lines(summary: Summary, sizes: str) -> list[str | Rows]:
         f"{summary.target}: {summary.tensors} tensors, {sizes} (ratio {summary.ratio:.4f}), "
         f"{summary.seconds:.2f} s, {_size(rate)}/s"
     ]
-    if summary.resumed:
-        lines.append(f"{summary.resumed} files had been finished by an earlier, interrupted run.")
     return lines + [f"Left out: {path}" for path in summary.left_out]
 
 

@@ -14,7 +14,14 @@ from netweight.methods.federate.engine import Run, train
 from netweight.methods.federate.exposure import AuditConfig
 from netweight.methods.federate.exposure import audit as attack_run
 from netweight.methods.federate.exposure_report import exposure_table
-from netweight.methods.federate.finished import export_weights, history, is_flower, open_run
+from netweight.methods.federate.finished import (
+    export_weights,
+    history,
+    is_flower,
+    is_shared,
+    open_run,
+    with_private,
+)
 from netweight.methods.federate.folder import (
     FederationAudit,
     FederationExport,
@@ -92,12 +99,23 @@ def report(settings: FederationReport, context: Context, folder: Path) -> Result
 
 def export(settings: FederationExport, context: Context, folder: Path, target: Path) -> Result:
     """Write a client's model as state dicts of body and head."""
-    body, head = export_weights(open_run(folder, settings.app), settings.client, target)
+    run = open_run(folder, settings.app)
+    if is_flower(folder):
+        run = with_private(run, settings.client, settings.private)
+    elif settings.private is not None:
+        raise UsageError(
+            f"{folder} is a federation of one process, which contains what its clients keep; --private is for the "
+            "folder of a Flower server.",
+            cure="Leave --private out.",
+        )
+    body, head = export_weights(run, settings.client, target)
+    shared = len(run.task.clients) > 1 and is_shared(run, settings.client)
+    model = "The shared model, which all clients have" if shared else f"The personal model of client {settings.client}"
     lines: list[str | Rows] = [
-        f"Client {settings.client}: {body.name} and {head.name}.",
+        f"{model}: {body.name} and {head.name}.",
         f"Load them with body.load_state_dict(safetensors.torch.load_file({str(body)!r})), and the head likewise.",
     ]
-    return Result(lines, [], written=(body, head), payload={"client": settings.client})
+    return Result(lines, [], written=(body, head), payload={"client": settings.client, "shared": shared})
 
 
 def _search(settings: FolderFederation | FederationAudit) -> Search:

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from netweight.core.files import whole_file
@@ -27,6 +30,9 @@ from netweight.methods.federate.updates import Tensors
 
 # The file within a Flower server's folder that says what is known of each round.
 HISTORY = "history.json"
+# Entry in the metadata of a file of private tensors that says whose they are.
+PRIVATE_KEY = "netweight.private"
+_NAMED = 3  # tensors that a message names
 
 
 class FlowerApps(Protocol):
@@ -102,6 +108,70 @@ def state_dicts(task: Task, weights: Weights) -> tuple[dict[str, Tensor], dict[s
         state.update({name: value for name, value in {**layout.split(vector), **buffers}.items() if name in state})
         made.append({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
     return made[0], made[1]
+
+
+def with_private(run: Run, client: int, file: Path | None) -> Run:
+    """Return a Flower run with what a client keeps, which its server does not have.
+
+    Args:
+        run: Of a Flower server, from `open_run`.
+        client: The client, by number.
+        file: The client's tensors as `netweight.plugins.flower.export_private` writes them; None where the client keeps
+            none.
+
+    Raises:
+        UsageError: The client keeps tensors and no file is given, or the file does not contain these tensors.
+    """
+    run.task.client(client)
+    start = run.private[client]
+    if not start and file is None:
+        return run
+    if file is None:
+        raise UsageError(
+            f"The server does not have what client {client} keeps: {_few(start)}. Its model would be untrained in "
+            "these tensors.",
+            cure="Write them on the client's machine by netweight.plugins.flower.export_private, and give the file: "
+            "--private FILE.",
+        )
+    try:
+        with safetensors.safe_open(file, framework="pt") as opened:
+            owner = json.loads((opened.metadata() or {}).get(PRIVATE_KEY, "{}")).get("client")
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+    except safetensors.SafetensorError as error:
+        raise UsageError(
+            f"{file} is not a safetensors file: {error}.", cure="Give the file that export_private wrote for --client."
+        ) from error
+    if owner != client or {n: v.shape for n, v in tensors.items()} != {n: v.shape for n, v in start.items()}:
+        whose = "not tensors that a client keeps" if owner is None else f"what client {owner} keeps"
+        raise UsageError(
+            f"{file} contains {whose}: {_few(tensors)}. Needed is what client {client} keeps: {_few(start)}.",
+            cure="Give the file that export_private wrote for --client.",
+        )
+    return replace(run, private={**run.private, client: tensors})
+
+
+def _few(tensors: Tensors) -> str:
+    names = list(tensors)
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def is_shared(run: Run, client: int) -> bool:
+    """Return whether a client's model is the one that all clients have, buffers included.
+
+    Args:
+        run: A finished federation.
+        client: The client, by number.
+    """
+    own = run.weights(client)
+    return all(_equal(own, run.weights(other)) for other in run.task.clients)
+
+
+def _equal(one: Weights, other: Weights) -> bool:
+    vectors = ((one.body, other.body), (one.head, other.head))
+    return one.statistics.keys() == other.statistics.keys() and all(
+        torch.equal(first, second)
+        for first, second in (*vectors, *((value, other.statistics[name]) for name, value in one.statistics.items()))
+    )
 
 
 def export_weights(run: Run, client: int, target: Path) -> tuple[Path, Path]:

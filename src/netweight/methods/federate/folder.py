@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
-from pydantic import Field
+from pydantic import Field, FilePath
 
+from netweight.core.files import whole_file
 from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.names import not_found
@@ -206,7 +207,17 @@ class FederationReport(Settings):
 class FederationExport(Settings):
     """Settings of the export of a federation's models as state dicts."""
 
-    client: int = Field(default=0, ge=0, description="Client whose private part of the model is exported as well.")
+    client: int = Field(
+        default=0,
+        ge=0,
+        description="Client whose model is exported: its personal model. With a method that trains one shared model, "
+        "such as fedavg, this is the shared model whichever client is named.",
+    )
+    private: Annotated[FilePath | None, Cli(metavar="FILE")] = Field(
+        default=None,
+        description="For a Flower run, whose server does not have what clients keep, such as heads and running "
+        "statistics: the client's tensors, written by netweight.plugins.flower.export_private.",
+    )
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")
 
 
@@ -331,7 +342,8 @@ class FederationPlan(_Request):
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / PLAN_FILE).write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        with whole_file(folder / PLAN_FILE, overwrite=True) as file:
+            file.write((json.dumps(self.to_json(), indent=2) + "\n").encode())
 
     @classmethod
     def load(cls, folder: Path) -> Self:

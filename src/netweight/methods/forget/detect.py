@@ -208,24 +208,29 @@ def detect_resumably(
     identity = model.identity()
     items = [{"prompt": prompt, "model": identity, "config": influences(config)} for prompt in prompts]
     at_once = max(1, config.rows // len(config.seeds))
+    distinct = list(dict.fromkeys(prompts))
+    batches = [distinct[start : start + at_once] for start in range(0, len(distinct), at_once)]
 
     def detected(item: Mapping[str, Any]) -> dict[str, Any]:  # ledgers hold this name
         return asdict(detect(model, [item["prompt"]], config)[0])
 
     def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:
-        """Score as many prompts at once as fit in a batch."""
-        for start in range(0, len(waiting), at_once):
+        """Score the batches in which prompts are waiting, each whole: the last digits of a score depend on them."""
+        places = {item["prompt"]: place for place, item in enumerate(waiting)}
+        for batch in batches:
+            chosen = [prompt for prompt in batch if prompt in places]
+            if not chosen:
+                continue
             began = time.perf_counter()
-            group = waiting[start : start + at_once]
+            values: dict[str, Any] = dict.fromkeys(batch)
             try:
-                new_scores = detect(model, [item["prompt"] for item in group], config)
-                values: list[Any] = [asdict(each) for each in new_scores]
+                values = {each.prompt: asdict(each) for each in detect(model, batch, config)}
                 error = None
             except Exception:
-                values, error = [None] * len(group), traceback.format_exc()
-            seconds = (time.perf_counter() - began) / len(group)
-            for offset, value in enumerate(values):
-                yield start + offset, Outcome(value, error, seconds)
+                error = traceback.format_exc()
+            seconds = (time.perf_counter() - began) / len(batch)
+            for prompt in chosen:
+                yield places[prompt], Outcome(values[prompt], error, seconds)
 
     scores = []
     with Job.open(folder, shared=True) as job, progress.task("detect", len(items), unit="prompts") as task:

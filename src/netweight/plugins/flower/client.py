@@ -28,6 +28,7 @@ from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of
 from netweight.methods.federate.data_checks import refuse_unfit_examples
+from netweight.methods.federate.finished import PRIVATE_KEY
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult, Method
 from netweight.methods.federate.settings import Budget
@@ -46,7 +47,7 @@ from netweight.plugins.flower.strategy import (
     to_record,
 )
 
-_KEY, _ACCOUNT = "netweight.private", "netweight.answers"
+_KEY, _ACCOUNT = PRIVATE_KEY, "netweight.answers"
 # In a client's folder: its private tensors, and what it answered, one line each.
 _STATE, _ANSWERS = "private.safetensors", "answers"
 _LOG = logging.getLogger(__name__)

@@ -37,6 +37,7 @@ from netweight.core.files import (
     whole_file,
     write_record,
 )
+from netweight.core.work_account import note_used
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.store.reader import Store, open_store
@@ -421,6 +422,8 @@ class BankWriter:
             stack.enter_context(lock(folder / _LOCK))
             if (folder / RECORD).is_file():
                 self._continue(read_bank_record(folder))
+                for name in self._held if not grows else ():
+                    note_used("adapters", folder / RECORD, name)
             self._clear(folder)
             self._folder, self._stack = folder, stack.pop_all()
         return self
