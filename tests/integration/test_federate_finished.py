@@ -107,9 +107,7 @@ def test_a_flower_run_is_reported_audited_and_exported(server: Path, tmp_path: P
     app += ["--private"]
     refused = call("federate", "export", server, tmp_path / "no", *app, tmp_path / "private-1.safetensors")
     assert "contains what client 1 keeps" in " ".join(refused.output.split())
-    told = call(
-        "federate", "export", server, tmp_path / "weights", *app, "--private", tmp_path / "private-0.safetensors"
-    )
+    told = call("federate", "export", server, tmp_path / "weights", *app, tmp_path / "private-0.safetensors")
     assert told.exit_code == 0, told.output
     body = nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.BatchNorm1d(12), nn.ReLU())
     body.load_state_dict(load_file(tmp_path / "weights" / "body.safetensors"))

@@ -30,8 +30,9 @@ def refuse_unfit_examples(task: Task, client: int) -> None:
         client: Its number.
 
     Raises:
-        UsageError: Inputs contain NaN or infinity; the network cannot take them; the loss cannot take the targets, or
-            returns more than one value or a sum in place of a mean; or test targets are not class numbers.
+        UsageError: Inputs contain NaN or infinity; the network cannot take them, or returns probabilities; the loss
+            cannot take the targets, or returns more than one value or a sum in place of a mean; test targets are not
+            class numbers; or the loss has no gradient with regard to some weight that is to be trained.
     """
     data = task.client(client)
     halves = nn.ModuleList([copied(task.body), copied(task.head)]).eval()
@@ -42,6 +43,7 @@ def refuse_unfit_examples(task: Task, client: int) -> None:
         _outputs(halves, data.test[0], f"test inputs of client {client}")
         _refuse_training_targets(task, outputs, data, client)
     _refuse_test_targets(outputs, data.test[1], client)
+    _refuse_steps(task, data, client)
 
 
 def _refuse_values(inputs: Tensor, what: str) -> None:
@@ -63,9 +65,14 @@ def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
         outputs: Tensor = torch.cat(parts)
     # The network of a user may raise anything.
     except Exception as error:
+        kinds = {value.dtype for value in halves.parameters() if value.is_floating_point()}
+        others = sorted(str(kind) for kind in kinds - {inputs.dtype})
         raise UsageError(
             f"The network cannot take the {what}, {inputs.dtype} of shape (n{_shape(inputs)}): {_reason(error)}.",
-            cure="Convert them to the type, shape and range that the network was made for.",
+            cure=f"Weights of the network are {' and '.join(others)}: return them as {inputs.dtype} (`module.to`), or "
+            "convert the inputs in `forward`."
+            if others and inputs.is_floating_point()
+            else "Convert them to the type, shape and range that the network was made for.",
         ) from error
     return outputs
 
@@ -81,7 +88,9 @@ def _refuse_training_targets(task: Task, outputs: Tensor, data: ClientData, clie
         plain = task.loss is F.cross_entropy
         raise UsageError(
             f"The loss cannot take the {whose}, beside outputs of shape (n{_shape(outputs)}): {_reason(error)}.",
-            cure=f"Give class numbers, int64 of shape (n,), from 0 to {outputs.shape[-1] - 1}, or another loss."
+            cure="Return outputs of shape (n, classes)."
+            if plain and outputs.ndim != 2
+            else f"Give class numbers, int64 of shape (n,), from 0 to {outputs.shape[-1] - 1}, or another loss."
             if plain
             else "Give targets that the loss of the task takes.",
         ) from error
@@ -95,6 +104,43 @@ def _refuse_training_targets(task: Task, outputs: Tensor, data: ClientData, clie
             "clients and clipped gradients are for a mean.",
             cure='Return the mean over the examples, such as reduction="mean".',
         )
+
+
+def _refuse_steps(task: Task, data: ClientData, client: int) -> None:
+    """Refuse a network that cannot be trained: its first step fails, or some weight has no part in the loss."""
+    inputs, targets = (each[:2] if len(each) > 1 else torch.cat([each, each]) for each in data.train)
+    halves = nn.ModuleDict({"body": copied(task.body), "head": copied(task.head)}).train()
+    trained = {name: value for name, value in halves.named_parameters() if value.requires_grad}
+    device = next(iter(trained.values())).device
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            outputs = halves["head"](halves["body"](inputs.to(device)))
+            loss = task.loss(outputs, targets.to(device))
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    # The network of a user may raise anything.
+    except Exception as error:
+        raise UsageError(
+            f"The network cannot be trained on the examples of client {client}: {_reason(error)}.",
+            cure="Correct its forward. A layer with inplace=True must not overwrite what the layer before it needs, "
+            "and no layer may run under torch.no_grad.",
+        ) from error
+    unused = [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
+    if unused:
+        raise UsageError(
+            f"The loss does not depend on {len(unused)} of {len(trained)} weights that are to be trained, such as "
+            f"{unused[0]!r}.",
+            cure="Use them in forward, outside of torch.no_grad, or call requires_grad_(False) on them.",
+        )
+    if task.loss is F.cross_entropy and outputs.ndim == 2 and outputs.shape[1] > 1 and _probabilities(outputs):
+        raise UsageError(
+            "The network returns probabilities: no output is negative, and those of an example add up to 1. The loss "
+            "(cross entropy) takes logits, and hardly learns from probabilities.",
+            cure="Leave out the softmax at the end of the network.",
+        )
+
+
+def _probabilities(outputs: Tensor) -> bool:
+    return bool((outputs >= 0).all()) and bool((outputs.sum(1) - 1).abs().max() < 1e-4)
 
 
 def _refuse_test_targets(outputs: Tensor, targets: Tensor, client: int) -> None:

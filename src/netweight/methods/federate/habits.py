@@ -57,14 +57,20 @@ def refuse_unfit_network(module: nn.Module) -> None:
         module: The network, or one half of it.
 
     Raises:
-        UsageError: A lazy layer has no weights yet, or a weight is NaN, infinite or complex.
-        Unsupported: A module is compiled by `torch.jit`, so that its weights cannot be exchanged.
+        UsageError: A lazy layer has no weights yet, or a weight has no values, or is NaN, infinite or complex.
+        Unsupported: A module is compiled by `torch.jit`, or wrapped by DataParallel, so that its weights cannot be
+            exchanged.
     """
     for name, value in module.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise UsageError(
                 f"The weight {name!r} belongs to a lazy layer and has no shape yet.",
                 cure="Run the network once on an example before it is federated.",
+            )
+        if value.is_meta:
+            raise UsageError(
+                f"The weight {name!r} is on the device meta, where tensors have no values.",
+                cure="Make the network on the CPU, outside of torch.device('meta') and init_empty_weights.",
             )
         if value.is_complex():
             raise UsageError(
@@ -74,6 +80,13 @@ def refuse_unfit_network(module: nn.Module) -> None:
             )
         if not bool(value.isfinite().all()):
             raise UsageError(f"The weight {name!r} contains NaN or infinity.", cure="Initialize it with numbers.")
+    for each in module.modules():
+        if isinstance(each, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            kind = type(each).__name__
+            raise Unsupported(
+                f"The network contains a module that {kind} wraps, which copies weights between devices by itself.",
+                cure=f"Return the module inside: the attribute `module` of the {kind}.",
+            )
     if any(isinstance(each, torch.jit.ScriptModule) for each in module.modules()):
         raise Unsupported(
             f"{type(module).__name__} is compiled by torch.jit: each client needs the same network with weights of its "
