@@ -66,6 +66,7 @@ def run_apart(
     end = folder / _END
     end.unlink(missing_ok=True)
     order = {"command": command, "model": str(model), "folder": str(folder), "settings": settings, "shown": shown}
+    order["parent"] = os.getpid()
     # An end of its group of processes ends the workers that an attack started, too.
     process = subprocess.Popen(
         [sys.executable, "-m", "netweight.labels.audit_process"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -93,9 +94,12 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
-def end_with_parent() -> None:
-    """End this process as soon as its parent is gone: a label that was killed leaves no audit running behind it."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process as soon as its parent is gone: a label that was killed leaves no audit running behind it.
+
+    Args:
+        parent: The process that started this one, by its number: it may be gone before this function is called.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -112,8 +116,8 @@ def main() -> None:
     from netweight.core.quiet import quiet_libraries
     from netweight.registry import command
 
-    end_with_parent()
     order = json.load(sys.stdin)
+    end_with_parent(order["parent"])
     quiet_libraries()
     folder = Path(order["folder"])
     chosen = command(order["command"])
