@@ -136,6 +136,54 @@ def test_networks_without_weights_of_their_own_are_refused_with_a_cure() -> None
     assert train(Task(new, nn.Linear(5, 3), data), fedavg(TRAINING), Federation(rounds=1), workers=1).rounds
 
 
+class Unused(nn.Module):
+    """A body with a layer that its forward leaves out."""
+
+    def __init__(self, *, frozen: bool = False) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(6, 5), nn.Linear(6, 5).requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.used(x)
+        return hidden
+
+
+class WithoutGradient(nn.Linear):
+    """A layer that computes without a gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return super().forward(x)
+
+
+UNTRAINABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], str]] = {
+    "an unused layer": (Unused, lambda: nn.Linear(5, 3), r"not depend on 2 of 6 weights.*body\.spare"),
+    "no gradient": (lambda: WithoutGradient(6, 5), lambda: nn.Linear(5, 3), r"not depend on 2 of 4 weights.*body\."),
+    "probabilities": (body, lambda: nn.Sequential(nn.Linear(5, 3), nn.Softmax(1)), "returns probabilities"),
+    "overwritten": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Sigmoid(), nn.ReLU(inplace=True)),
+        lambda: nn.Linear(5, 3),
+        "cannot be trained on the examples of client",
+    ),
+    "several processors": (lambda: nn.DataParallel(body()), lambda: nn.Linear(5, 3), "DataParallel wraps"),
+    "no values": (lambda: nn.Linear(6, 5, device="meta"), lambda: nn.Linear(5, 3), "device meta"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRAINABLE)
+def test_networks_that_would_not_learn_are_refused_with_a_cure(name: str) -> None:
+    make_body, make_head, words = UNTRAINABLE[name]
+    data = {7: ClientData(examples(20, 1), examples(10, 2))}
+    with pytest.raises(NetweightError, match=words) as refusal:
+        refuse_unfit_examples(Task(make_body(), make_head(), data), 7)
+    assert refusal.value.cure
+
+
+def test_a_frozen_layer_that_is_not_used_passes() -> None:
+    data = {7: ClientData(examples(20, 1), examples(10, 2))}
+    refuse_unfit_examples(Task(Unused(frozen=True), nn.Linear(5, 3), data), 7)
+
+
 @pytest.mark.parametrize(
     ("fraction", "clients", "asked"), [(0.29, 100, 29), (0.57, 100, 57), (0.3, 10, 3), (0.1, 5, 1)]
 )
