@@ -71,11 +71,35 @@ def test_chunks_that_were_not_replaced_keep_their_values(scale):
     assert memory[: tiled.size].tobytes() == codec.encode(wanted, chunk_log2=12)
 
 
+@pytest.mark.parametrize("kind", ["smaller", "larger"])
+@pytest.mark.parametrize("kept", [[1], [0, 2], [0, 1, 2, 3, 4], [3, 4]])
+def test_tiles_that_are_kept_between_others(kind, kept):
+    """Also while a tile before them waits for room, and in the last tile, which is no whole number of chunks."""
+    old = values(0.1)
+    new = torch.full_like(old, 3) if kind == "smaller" else noise(old.numel())
+    blob = codec.encode(old, chunk_log2=12)
+    memory = memory_with(blob, spare=1 << 17)
+    tiled = TiledBlob("BF16", old.shape, level="default", older=memory, size=len(blob))
+    wanted = old.clone()
+    for at, first in enumerate(range(0, old.numel(), 2 * CHUNK)):
+        last = min(first + 2 * CHUNK, old.numel())
+        if at in kept:
+            tiled.keep(last)
+        else:
+            wanted[first:last] = new[first:last]
+            tiled.add(new[first:last])
+    tiled.finish(memory)
+    decoded = codec.decode(memory[: tiled.size], check=True)
+    assert torch.equal(decoded.view(torch.int16), wanted.view(torch.int16))
+
+
 def test_what_is_refused():
     tiled = TiledBlob("BF16", (40_000,), level="default", chunk_log2=12)
     tiled.add(values(1)[:100])
     with pytest.raises(UsageError, match="multiple of 4096"):
         tiled.add(values(1)[:CHUNK])
+    with pytest.raises(UsageError, match="no older blob"):
+        tiled.keep(CHUNK)
     for blob in (codec.encode(values(1), version=1), codec.encode(values(1), base=values(1, seed=2))):
         with pytest.raises(UsageError, match="current version"):
             TiledBlob("BF16", (40_000,), level="default", older=memory_with(blob, 0), size=len(blob))

@@ -119,14 +119,34 @@ class TiledBlob:
             memory[self._placed : self._placed + len(tile)] = tile
             self._placed += len(tile)
 
+    def keep(self, last: int) -> None:
+        """Keep the next chunks of the older blob as they are.
+
+        Args:
+            last: The number (exclusive) at which they end: a multiple of a chunk, or the end of the tensor.
+
+        Raises:
+            UsageError: There is no older blob.
+        """
+        if self._older is None:
+            raise UsageError("There is no older blob whose chunks could be kept.")
+        first, stop = self._chunks, -(-last // self.chunk)
+        if stop <= first:
+            return
+        start, end = int(self._ends[first] - self._index.lengths[first]), int(self._ends[stop - 1])
+        self._note(self._index.lengths[first:stop], self._index.checks[first:stop], self._index.new_modes)
+        if self._waiting:
+            self._waiting.append(self._older[start:end].copy())
+            self._place(self._older, end)
+        else:
+            if self._placed != start:
+                self._older[self._placed : self._placed + end - start] = self._older[start:end]
+            self._placed += end - start
+
     def keep_rest(self) -> None:
         """Keep the chunks of the older blob that were not replaced."""
-        if self._older is None or self._chunks == len(self._ends):
-            return
-        first = self._chunks
-        start = int(self._ends[first] - self._index.lengths[first])
-        self._waiting.append(self._older[start : self._ends[-1]].copy())
-        self._note(self._index.lengths[first:], self._index.checks[first:], self._index.new_modes)
+        if self._older is not None:
+            self.keep(len(self._ends) << self._header.chunk_log2)
 
     @property
     def size(self) -> int:

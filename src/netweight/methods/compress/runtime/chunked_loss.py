@@ -4,7 +4,8 @@ Logits are as wide as the vocabulary: of 512 tokens and a vocabulary of 151,936 
 and in fp32 and with their gradients, about as much as all weights of a model of half a billion. Here the logits of
 some tokens are calculated, turned into these tokens' loss and gradients, and dropped, before those of the next.
 Nothing is calculated twice, since the gradient of a sum is known before the backward pass begins; that only
-multiplies it with the factor of the sum. `torch.nn.functional.linear_cross_entropy` does so as well, but on a CPU in
+multiplies it with the factor of the sum. Where the head is updated by tiles, its rows come in blocks instead of the
+tokens (`loss_by_rows.py`). `torch.nn.functional.linear_cross_entropy` does so as well, but on a CPU in
 twenty times the time, and with a loss that is rounded to the weight's dtype.
 """
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.autograd import Function
 
 from netweight.errors import Unsupported, UsageError
+from netweight.methods.compress.runtime.loss_by_rows import LossByRows, collector_for
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 
 _NUMBERS = 1 << 24  # logits at once, by default: 64 MB in fp32
@@ -36,7 +38,9 @@ class chunk_loss:
 
     Args:
         model: A causal language model of transformers, dense or compressed, perhaps with adapters of peft.
-        tokens: Tokens at once, at least 1; None for as many as have about 16.8 million logits.
+        tokens: Tokens at once, at least 1; None for as many as have about 16.8 million logits. With None, a head that a
+            `LayerwiseOptimizer` updates by tiles (a large one on the CPU) comes in blocks of rows instead, if there
+            are no more tokens in a batch than columns in the head: then neither the head nor its gradient exists whole.
 
     Raises:
         Unsupported: The model has no head that is a linear layer, has a loss of its own, or changes its logits after
@@ -53,7 +57,7 @@ class chunk_loss:
             raise UsageError(f"tokens is {tokens}.", cure="Choose 1 or more, or None.")
         self._owner = _owner_of(model)
         self._head = _head_of(self._owner)
-        self._tokens = tokens or max(1, _NUMBERS // self._head.weight.shape[0])
+        self._tokens = tokens
         self._chunks = False  # whether the call at work returns no logits
         self._had_loss = False
         self._own_loss = self._owner.loss_function
@@ -116,8 +120,13 @@ class chunk_loss:
         targets, hidden = shift_labels.reshape(-1).to(logits.device), logits.reshape(-1, logits.shape[-1])
         count: Any = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
         count = count.to(logits.device) if isinstance(count, torch.Tensor) else count
-        weight, bias = self._head.weight, self._head.bias
-        total: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, targets, self._tokens, ignore_index)  # type: ignore[no-untyped-call]
+        weight, bias, dtype = self._head.weight, self._head.bias, _dtype_of_products(hidden)
+        by_rows = collector_for(weight, len(hidden)) if self._tokens is None else None
+        if by_rows is not None:
+            total: torch.Tensor = LossByRows.apply(hidden, weight, bias, targets, ignore_index, dtype, by_rows)  # type: ignore[no-untyped-call]
+        else:
+            tokens = self._tokens or max(1, _NUMBERS // weight.shape[0])
+            total = _ChunkedLoss.apply(hidden, weight, bias, targets, tokens, ignore_index, dtype)  # type: ignore[no-untyped-call]
         mean: torch.Tensor = total / count
         return mean
 
@@ -188,13 +197,8 @@ class _ChunkedLoss(Function):
         labels: torch.Tensor,
         tokens: int,
         ignored: int,
+        dtype: torch.dtype,
     ) -> torch.Tensor:
-        dtype = _dtype_of_products(hidden)
-        if dtype == torch.float16:
-            raise Unsupported(
-                "The gradients of logits would underflow in float16, as they are not scaled yet.",
-                cure="Train in bfloat16 or float32, or without chunk_loss.",
-            )
         dense = (weight.dense() if isinstance(weight, CompressedTensor) else weight.detach()).to(dtype)
         added = None if bias is None else bias.detach().to(dtype)
         needs = ctx.needs_input_grad[:3]
@@ -236,11 +240,16 @@ class _ChunkedLoss(Function):
                 "A chunked loss can go backward once, since its gradients are used up.",
                 cure="Call the model again, or train without chunk_loss.",
             )
-        scaled = [None if each is None else each.mul_(slope.to(each.dtype)) for each in gradients]
-        return *scaled, None, None, None
+        return *(None if each is None else each.mul_(slope) for each in gradients), None, None, None, None
 
 
 def _dtype_of_products(hidden: torch.Tensor) -> torch.dtype:
     """The dtype in which the head would calculate."""
     device = hidden.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    if dtype == torch.float16:
+        raise Unsupported(
+            "The gradients of logits would underflow in float16, as they are not scaled yet.",
+            cure="Train in bfloat16 or float32, or without chunk_loss.",
+        )
+    return dtype

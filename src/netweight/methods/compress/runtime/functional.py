@@ -24,6 +24,7 @@ from netweight.codec.fixed import MOST_INPUTS, multiply, order_of
 from netweight.errors import Unsupported
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import prefetch
+from netweight.methods.compress.runtime.gradient_parts import RowsPart, collector_of, placeholder
 from netweight.methods.compress.runtime.prefetch import BorrowedBuffer
 from netweight.methods.compress.runtime.storage import (
     Form,
@@ -306,13 +307,31 @@ class _Embedding(Function):
         ctx: Any, ids: Any, weight: Any, payload: Any, form: Form, padding: int, by_frequency: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.rest = form.shape[0], padding, by_frequency
+        ctx.rest, ctx.collector = (form.shape[0], padding, by_frequency), None
+        if not torch.compiler.is_compiling() and (collector := collector_of(weight)) is not None:
+            collector.embeddings += 1
+            ctx.collector, ctx.weight = collector, weight
         return _owned(_direct(gather_rows, _gathered_rows, payload, *form, ids))
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.rest), None, None, None, None
+        to_weight = None
+        if ctx.collector is not None and ctx.collector.embeddings == 1:  # of several, the order of adding matters
+            to_weight = placeholder(ctx.weight, _rows_part(gradient, ids, *ctx.rest), ctx.collector)
+        if to_weight is None:
+            to_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.rest)
+        return None, to_weight, None, None, None, None
+
+
+def _rows_part(gradient: torch.Tensor, ids: torch.Tensor, rows: int, padding: int, by_frequency: bool) -> RowsPart:
+    """The gradient of an embedding's weight in the rows that were asked for, added up as that of the whole weight."""
+    asked, places = torch.unique(ids, return_inverse=True)
+    at = int(torch.searchsorted(asked, padding))
+    padding = at if padding >= 0 and at < len(asked) and asked[at] == padding else -1
+    return RowsPart(
+        asked, torch.ops.aten.embedding_dense_backward(gradient, places, len(asked), padding, by_frequency), rows
+    )
 
 
 # ---- decoding, without the dispatcher where nothing observes it: its microseconds count at one token at a time -------

@@ -22,6 +22,7 @@ from torch import nn
 from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime.gradient_parts import DensePart, GradientSum, Part, is_zero
 from netweight.methods.compress.runtime.incompatible import (
     reentrant,
     refuse_closures,
@@ -31,7 +32,7 @@ from netweight.methods.compress.runtime.incompatible import (
     refuse_wrapped_model,
 )
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.methods.compress.runtime.tiles import STATE_LEVEL, States, StateTiles, fit, tiled, tiles
+from netweight.methods.compress.runtime.tiles import STATE_LEVEL, States, StateTiles, copied, fit, tiled, tiles
 
 _UPDATE, _MEASURE = "update", "measure"
 _SMALL_STATE = 1 << 12  # bytes below which a state stays as it is
@@ -56,7 +57,7 @@ class _Waiting:
     """A complete gradient, which its device is looking at."""
 
     trained: _Trained
-    gradient: torch.Tensor
+    gradient: torch.Tensor | GradientSum
     finite: Callable[[], bool]
 
 
@@ -173,14 +174,17 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
+        # Parts of gradients, by parameter, and torch's number of the backward pass that they are of.
+        self._parts: dict[_Trained, list[tuple[int, Part]]] = {}
         # What torch's Optimizer keeps besides groups and state; these two are the inner optimizer's.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
         self._patch_step_function()
         refuse_parameters({each.name: each.parameter for each in self._trained})
+        self._hooks = [_Hook(self, position) for position in range(len(self._trained))]
         self._handles = [
-            each.parameter.register_post_accumulate_grad_hook(_Hook(self, position))  # type: ignore[no-untyped-call]
-            for position, each in enumerate(self._trained)
+            each.parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for each, hook in zip(self._trained, self._hooks, strict=True)
         ]
         self._handles.append(model.register_forward_hook(_Watch(self)))
 
@@ -350,7 +354,9 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 trained.parameter.grad = None
                 self._update_waiting()
                 self._waiting = coming
-                if not device.handles(coming.gradient):  # a GPU has looked by the time the next one is complete
+                if isinstance(coming.gradient, GradientSum) or not device.handles(
+                    coming.gradient
+                ):  # a GPU has looked by the time the next one is complete
                     self._update_waiting()
         except Exception:
             self._give_up()
@@ -360,7 +366,22 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Drop all gradients."""
         self._end_write()
         self.zero_grad()
+        self._forget_parts()
         self._pass = self._waiting = None
+
+    def _forget_parts(self) -> None:
+        """Begin to count and collect parts of gradients anew."""
+        self._parts.clear()
+        for hook in self._hooks:
+            hook.embeddings = 0
+
+    def _takes_parts(self, trained: _Trained) -> bool:
+        """Return whether a gradient may be collected by parts, since an update by tiles is all that happens to it."""
+        whole = self._accumulation > 1 or self._clip is not None or self._reduce is not None
+        return not (whole or self.closed) and trained.parameter.grad is None and fit(self.inner, trained.parameter)
+
+    def _add_part(self, trained: _Trained, part: Part) -> None:
+        self._parts.setdefault(trained, []).append((torch._C._current_graph_task_id(), part))
 
     def _end_write(self) -> None:
         """Wait until the weight that was written last is whole."""
@@ -378,6 +399,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._give_up()
             raise
         self._end_write()
+        self._forget_parts()
         if self._mode == _MEASURE:
             return
         last = self._is_last()
@@ -412,15 +434,23 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """The complete gradient, reduced over processes, and how to find out whether it is finite."""
         gradient = trained.parameter.grad
         assert gradient is not None
+        number = torch._C._current_graph_task_id()
+        if parts := [part for of, part in self._parts.pop(trained, ()) if of == number]:
+            if not gradient.is_sparse or gradient._nnz():
+                parts.insert(0, DensePart(gradient.to_dense() if gradient.is_sparse else gradient))
+            whole = GradientSum(parts)
+            return _Waiting(trained, whole, whole.is_finite)
         if self._reduce is not None:
             self._reduce(gradient)
         return _Waiting(trained, gradient, _finiteness(gradient._values() if gradient.is_sparse else gradient))
 
     def _checked(self, trained: _Trained) -> torch.Tensor:
         """The same gradient, if it is finite."""
-        return self._if_finite(self._look_at(trained))
+        gradient = self._if_finite(self._look_at(trained))
+        assert isinstance(gradient, torch.Tensor), "gradients by parts are used at once"
+        return gradient
 
-    def _if_finite(self, waiting: _Waiting) -> torch.Tensor:
+    def _if_finite(self, waiting: _Waiting) -> torch.Tensor | GradientSum:
         if not waiting.finite():
             done = (
                 f"{self._updated} other parameters were updated in this pass before, and it was not."
@@ -444,10 +474,13 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Step one parameter."""
         parameter = trained.parameter
         self._end_write()  # the last weight's, which was encoded meanwhile
+        if isinstance(gradient, GradientSum):
+            self._update_by_tiles(trained, gradient)
+            return
         if self._scale is not None:
             gradient.mul_(self._scale.to(gradient.device))
         if fit(self.inner, parameter, gradient):
-            self._update_by_tiles(trained, gradient)
+            self._update_by_tiles(trained, GradientSum([DensePart(gradient)]))
             return
         dense = parameter.stored.taken() if isinstance(parameter, CompressedTensor) else parameter.detach()
         rounded = self._dtype_of(parameter) != dense.dtype
@@ -469,18 +502,27 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             shell.data = _empty(parameter, shell.dtype)
         self._updated += 1
 
-    def _update_by_tiles(self, trained: _Trained, gradient: torch.Tensor) -> None:
-        """Step one parameter, some numbers at a time."""
+    def _update_by_tiles(self, trained: _Trained, gradient: GradientSum) -> None:
+        """Step one parameter, some numbers at a time, but for tiles that a step would leave as they are."""
         parameter, shell = trained.parameter, self._shell(trained)
-        gradients, rounded = gradient.reshape(-1), shell.dtype != parameter.dtype
+        rounded = shell.dtype != parameter.dtype
         noise = self._noise(trained, parameter.device) if rounded else None
-        states = StateTiles(self.inner.state.pop(shell, {}), parameter.shape, self._states, gradients)
+        states = StateTiles(self.inner.state.pop(shell, {}), parameter.shape, self._states, gradient)
         weight = tiled(parameter)
+        idle: dict[str, Any] | None = None
+        may_idle = not rounded and shell.dtype in _SHORT
         try:
             for first, last in tiles(parameter):
+                state, numbers = states.read(first, last), gradient.numbers(first, last)
+                if may_idle and numbers is None and _are_zero(state, last - first):
+                    idle = self._idle_state(trained, shell, state, last - first) if idle is None else idle
+                    may_idle = idle is not None
+                    if idle is not None:
+                        weight.keep(first, last)
+                        states.keep(first, last, idle)
+                        continue
                 shell.data = weight.read(first, last).to(shell.dtype)
-                shell.grad = gradients[first:last].to(shell.dtype)
-                state = states.read(first, last)
+                shell.grad = torch.zeros_like(shell.data) if numbers is None else numbers.to(shell.dtype)
                 if state:
                     self.inner.state[shell] = state
                 self._step_only(trained, shell)
@@ -498,6 +540,30 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if isinstance(parameter, CompressedTensor):
                 torch.autograd.graph.increment_version(parameter)
         self._updated += 1
+
+    def _idle_state(
+        self, trained: _Trained, shell: nn.Parameter, state: dict[str, Any], numbers: int
+    ) -> dict[str, Any] | None:
+        """The other states after a step, if it leaves every number as it is whose gradient and states are zero.
+
+        That is so for most steps of bf16, in which a small weight decay is rounded away. It is found out by a step of
+        all 65,536 numbers that there are. NaN is left out: a step makes NaN of it.
+        """
+        values = _short_values(shell.dtype)
+        shell.data, shell.grad = values.clone(), torch.zeros_like(values)
+        before = {
+            name: value.new_zeros(len(values)) if _is_tile(value, numbers) else copied(value)
+            for name, value in state.items()
+        }
+        if before:
+            self.inner.state[shell] = before
+        self._step_only(trained, shell)
+        after = dict(self.inner.state.pop(shell, {}))
+        of_tile = {name for name, value in after.items() if _is_tile(value, len(values))}
+        same = torch.equal(shell.detach().view(torch.int16), values.view(torch.int16))
+        if not same or after.keys() != state.keys() or not all(is_zero(after[name]) for name in of_tile):
+            return None
+        return {name: value for name, value in after.items() if name not in of_tile}
 
     def _step_alone(self, trained: _Trained, shell: nn.Parameter) -> None:
         """Step a single parameter as a whole, with its states as the torch optimizer wants them."""
@@ -566,6 +632,18 @@ class _Hook:
 
     def __init__(self, optimizer: LayerwiseOptimizer, position: int) -> None:
         self._optimizer, self._position = weakref.ref(optimizer), position
+        self.embeddings = 0
+
+    def takes_parts(self) -> bool:
+        """Return whether an update by tiles follows as soon as the gradient is complete."""
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer._takes_parts(optimizer._trained[self._position])
+
+    def add(self, part: Part) -> None:
+        """Add a part of the gradient, in a backward pass."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        optimizer._add_part(optimizer._trained[self._position], part)
 
     @property
     def optimizer(self) -> LayerwiseOptimizer | None:
@@ -576,6 +654,27 @@ class _Hook:
         optimizer = self._optimizer()
         if optimizer is not None:
             optimizer._ready(optimizer._trained[self._position])
+
+
+_SHORT = (torch.bfloat16, torch.float16)
+
+
+@cache
+def _short_values(dtype: torch.dtype) -> torch.Tensor:
+    """Every number of a dtype of 16 bits but NaN."""
+    with torch.inference_mode(False):
+        values = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype)
+        return values[~values.isnan()]
+
+
+def _is_tile(value: Any, numbers: int) -> bool:
+    """Return whether a state has a number for each of a tile, rather than one for all."""
+    return isinstance(value, torch.Tensor) and value.shape == (numbers,)
+
+
+def _are_zero(state: dict[str, Any], numbers: int) -> bool:
+    """Return whether all states of a tile are zero."""
+    return all(is_zero(value) for value in state.values() if _is_tile(value, numbers))
 
 
 def _as_used(state: Any, on: torch.device) -> Any:

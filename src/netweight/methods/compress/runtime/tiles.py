@@ -17,6 +17,7 @@ import torch
 from netweight.codec.header import VERSION, dtype_name
 from netweight.codec.tiled import TiledBlob
 from netweight.methods.compress.runtime import cuda as device
+from netweight.methods.compress.runtime.gradient_parts import GradientSum
 from netweight.methods.compress.runtime.storage import CompressedStorage, blob_of, fill, recent
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.choices import Level
@@ -34,15 +35,18 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 
 
-def fit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Return whether a parameter is to be updated by tiles: large, on the CPU, by an optimizer known to allow it."""
+def fit(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, gradient: torch.Tensor | None = None) -> bool:
+    """Return whether a parameter is to be updated by tiles: large, on the CPU, by an optimizer known to allow it.
+
+    `gradient`: its gradient; None if that is a sum of parts.
+    """
     return (
         type(optimizer) in _ELEMENTWISE
         and parameter.numel() > _NUMBERS
         and parameter.is_floating_point()
         and device.is_here(parameter.payload if isinstance(parameter, CompressedTensor) else parameter)
         and parameter.is_contiguous()
-        and gradient.layout == torch.strided
+        and (gradient is None or gradient.layout == torch.strided)
     )
 
 
@@ -62,6 +66,9 @@ class Tiled(Protocol):
 
     def write(self, first: int, last: int, numbers: torch.Tensor) -> None:
         """Replace these numbers."""
+
+    def keep(self, first: int, last: int) -> None:
+        """Leave these numbers as they are."""
 
     def finish(self) -> torch.Tensor | None:
         """End after the last tile, or earlier: all other numbers keep their values; None if there are none."""
@@ -91,6 +98,9 @@ class _DenseTiles:
         if numbers.data_ptr() != self._flat[first:last].data_ptr():
             self._flat[first:last] = numbers
 
+    def keep(self, first: int, last: int) -> None:
+        pass
+
     def finish(self) -> torch.Tensor:
         return self._dense
 
@@ -102,7 +112,7 @@ class _DecodedTiles:
     def __init__(self, tensor: CompressedTensor) -> None:
         self._tensor, self._dense = tensor, tensor.stored.taken()
         tiles_of_dense = _DenseTiles(self._dense)
-        self.read, self.write = tiles_of_dense.read, tiles_of_dense.write
+        self.read, self.write, self.keep = tiles_of_dense.read, tiles_of_dense.write, tiles_of_dense.keep
 
     def finish(self) -> torch.Tensor:
         self._tensor.stored.write(self._dense)
@@ -127,6 +137,9 @@ class _CompressedTiles:
 
     def write(self, first: int, last: int, numbers: torch.Tensor) -> None:
         self._blob.add(numbers.detach())
+
+    def keep(self, first: int, last: int) -> None:
+        self._blob.keep(last)
 
     def finish(self) -> torch.Tensor:
         self._blob.keep_rest()
@@ -167,6 +180,9 @@ class _NewTiles:
                 self._before.view(-1)[first:last] = numbers
         self._written = last
 
+    def keep(self, first: int, last: int) -> None:
+        self.write(first, last, self.read(first, last))
+
     def finish(self) -> torch.Tensor | None:
         if self._written < math.prod(self._shape):
             return self._before
@@ -184,13 +200,13 @@ class StateTiles:
         state: The optimizer's state of the parameter; empty before the first step.
         shape: The parameter's shape.
         how: How new states are kept.
-        gradient: The parameter's gradient, of any shape.
+        gradient: The parameter's gradient.
     """
 
-    def __init__(self, state: dict[str, Any], shape: torch.Size, how: States, gradient: torch.Tensor) -> None:
+    def __init__(self, state: dict[str, Any], shape: torch.Size, how: States, gradient: GradientSum) -> None:
         self._shape, self._how = shape, how
         # States that are mostly zeros are encoded several times as fast in chunks most of which are nothing but zeros.
-        sparse = not state and how == "compressed" and _is_mostly_zeros(gradient)
+        sparse = not state and how == "compressed" and gradient.is_mostly_zeros(1 << _SPARSE_CHUNK_LOG2)
         self._chunk_log2 = _SPARSE_CHUNK_LOG2 if sparse else None
         self._tiled: dict[str, Tiled] = {}
         self._before = dict(state)  # what every tile begins with
@@ -210,7 +226,7 @@ class StateTiles:
     def read(self, first: int, last: int) -> dict[str, Any]:
         """The state for the optimizer's step of a tile."""
         return {
-            name: self._tiled[name].read(first, last) if name in self._tiled else _copied(value)
+            name: self._tiled[name].read(first, last) if name in self._tiled else copied(value)
             for name, value in self._before.items()
         }
 
@@ -224,6 +240,12 @@ class StateTiles:
                 self._tiled[name] = _NewTiles(value, self._shape, self._how, chunk_log2=self._chunk_log2)
             self._tiled[name].write(first, last, value)
 
+    def keep(self, first: int, last: int, others: dict[str, Any]) -> None:
+        """Leave the states of a tile as they are, and keep all others as they are after a step."""
+        self._after.update(others)
+        for each in self._tiled.values():
+            each.keep(first, last)
+
     def finish(self) -> dict[str, Any]:
         """The state for the next step; without states whose first tiles alone exist, after an error."""
         for name, each in self._tiled.items():
@@ -231,13 +253,6 @@ class StateTiles:
         return {name: value for name, value in self._after.items() if name not in self._tiled or value is not None}
 
 
-def _is_mostly_zeros(gradient: torch.Tensor) -> bool:
-    """Return whether at least half of the chunks for sparse states would be zeros and nothing else."""
-    flat, chunk = gradient.reshape(-1), 1 << _SPARSE_CHUNK_LOG2
-    least, most = torch.aminmax(flat[: flat.numel() // chunk * chunk].view(-1, chunk), dim=1)
-    return bool(((least == 0) & (most == 0)).float().mean() >= 0.5)
-
-
-def _copied(value: Any) -> Any:
+def copied(value: Any) -> Any:
     """A state that every tile changes anew, such as the count of steps."""
     return value.clone() if isinstance(value, torch.Tensor) else value
