@@ -66,7 +66,7 @@ def placeholder(weight: torch.Tensor, part: Part, collector: Collector | None) -
         return None
     node = torch.autograd.graph.get_gradient_edge(weight).node
     try:
-        if not torch._C._will_engine_execute_node(node):  # type: ignore[attr-defined]
+        if not torch._C._will_engine_execute_node(node):
             return None
     except RuntimeError:  # torch.autograd.grad asks for this very gradient
         return None
