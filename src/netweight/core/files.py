@@ -17,12 +17,15 @@ import ctypes
 import dataclasses
 import enum
 import errno
+import functools
 import hashlib
 import json
+import operator
 import os
 import re
 import secrets
 import shutil
+import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +37,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import xxhash
 
-from netweight.errors import CorruptBlob, NetweightError, OutputExists, OutputFailed, UsageError
+from netweight.errors import CorruptBlob, NetweightError, OutputExists, OutputFailed, Unsupported, UsageError
 
 ALGORITHM = "xxh3-128"
 T = TypeVar("T")
@@ -46,9 +49,31 @@ def digest_bytes(data: bytes | bytearray | memoryview) -> str:
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
 
 
+def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file: `open(path, "rb", opener=regular)`. A pipe or a device may never come to an end.
+
+    Args:
+        path: The file.
+        flags: As in `os.open`.
+
+    Returns:
+        The file descriptor.
+
+    Raises:
+        Unsupported: It is a pipe, a device, a socket or a folder. None of them is waited for.
+        OSError: The system refuses.
+    """
+    more = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK")  # the last one has no effect on a regular file
+    descriptor = os.open(path, flags | functools.reduce(operator.or_, (getattr(os, name, 0) for name in more)))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Unsupported(f"{path} is not a regular file.", cure="Replace it by the file itself, or remove it.")
+    return descriptor
+
+
 def digest_file(path: str | Path) -> str:
-    """Digest a file's content."""
-    with open(path, "rb", buffering=0) as file:
+    """Digest the content of a regular file."""
+    with open(path, "rb", buffering=0, opener=regular) as file:
         return f"{ALGORITHM}:{hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()}"
 
 
@@ -464,8 +489,8 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
 
 
 def read_json(path: Path, *, limit: int) -> Any:
-    """Read a JSON file of at most `limit` bytes; refusals as `parse_json`."""
-    with open(path, "rb") as file:
+    """Read a JSON file of at most `limit` bytes; refusals as `parse_json` and `regular`."""
+    with open(path, "rb", opener=regular) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"it contains more than {limit:,} bytes")

@@ -288,7 +288,7 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
 
 
 def _looks_pickled(file: Path) -> bool:
-    if not file.exists():
+    if not file.is_file():
         return False
     with file.open("rb") as opened:
         start = opened.read(64)
@@ -307,7 +307,7 @@ def _adapters_of(folder: Path, above: frozenset[Path] = frozenset()) -> list[Pat
     folders: list[Path] = []
     above |= {folder.resolve()}
     for entry in sorted(folder.iterdir()):
-        if entry.name.startswith(".") or entry.resolve() in above:
+        if entry.name.startswith(".") or (entry.is_dir() and entry.resolve() in above):
             continue
         if entry.is_dir():
             if (entry / "adapter_config.json").is_file():

@@ -18,7 +18,7 @@ import xxhash
 from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.header import Bytes, refuse_inflated, tensor_of, torch_dtype
-from netweight.core.files import in_order, read_object
+from netweight.core.files import in_order, read_object, regular
 from netweight.core.names import not_found
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.safetensors import (
@@ -90,7 +90,7 @@ class StoredFile:
         self._infos: dict[str, codec.BlobInfo] = {}
         self._decoders: dict[str, codec.ChunkDecoder] = {}
         self._siblings: dict[str, StoredFile] = {}
-        self._file = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        self._file = regular(path)
         self.close = finalize(self, os.close, self._file)
 
     @cached_property

@@ -24,7 +24,7 @@ from typing import Any, final
 from safetensors import SafetensorError, safe_open
 
 from netweight.autoload import HOME
-from netweight.core.files import parse_json
+from netweight.core.files import parse_json, regular
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 
 # Longest chain of differences.
@@ -197,8 +197,8 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
 
 def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file."""
-    size = os.stat(path).st_size
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(prefix := file.read(8), "little")
         if length > min(MAX_HEADER, size - 8) or len(prefix) < 8:
             raise _not_safetensors(path, prefix + file.read(56), size)
