@@ -163,6 +163,8 @@ def _storages(tensor: torch.Tensor) -> Iterable[Any]:
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from _storages(getattr(tensor, name))
+    elif tensor.is_sparse:
+        yield from (tensor._indices().untyped_storage(), tensor._values().untyped_storage())
     elif not tensor.is_meta:
         yield tensor.untyped_storage()
 

@@ -488,18 +488,23 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
     return parsed
 
 
-def read_json(path: Path, *, limit: int) -> Any:
-    """Read a JSON file of at most `limit` bytes; refusals as `parse_json` and `regular`."""
+MOST_CONFIG = 1 << 24
+"""The most bytes of a configuration."""
+MOST_INDEX = 1 << 25
+"""The most bytes of an index of weights, or of a folder's manifest; that of a model of 140,000 tensors has 15 MB."""
+
+
+def read_json(path: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> Any:
+    """Read a JSON file of at most `limit` bytes; `most` and refusals as in `parse_json`, and `regular`."""
     with open(path, "rb", opener=regular) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"it contains more than {limit:,} bytes")
-    return parse_json(data)
+        if os.fstat(file.fileno()).st_size > limit or len(data := file.read(limit + 1)) > limit:
+            raise ValueError(f"it contains more than {limit:,} bytes")
+    return parse_json(data, most=most)
 
 
-def read_object(path: Path, *, limit: int) -> dict[str, Any]:
-    """Read a JSON file that holds an object."""
-    parsed = read_json(path, limit=limit)
+def read_object(path: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> dict[str, Any]:
+    """Read a JSON file that holds an object, as `read_json` does."""
+    parsed = read_json(path, limit=limit, most=most)
     if not isinstance(parsed, dict):
         raise ValueError(f"it contains a {type(parsed).__name__} instead of an object")
     return parsed
@@ -569,7 +574,7 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
     `version`: which it must have.
     """
     try:
-        values = read_object(Path(path), limit=_MOST)
+        values = read_object(Path(path), limit=_MOST, most=None)
         if values.pop("version") != version:
             raise KeyError("version")
         return make(values)

@@ -104,7 +104,7 @@ def _without_paths(file: Path) -> None:
     """Remove entries that name a path of this disk."""
     if not file.exists():
         return
-    values = read_json(file, limit=2**24)
+    values = read_json(file)
     paths = [key for key in _PATH_KEYS if _is_path(values.get(key))]
     if paths:
         remaining = {key: value for key, value in values.items() if key not in paths}

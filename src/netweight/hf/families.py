@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from netweight.autoload import HINT, METHOD
+from netweight.core.files import MOST_INDEX, read_json, read_object
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_tokenizer import load_tokenizer
@@ -98,7 +98,7 @@ def check_weight_files(folder: Path) -> None:
     indexed: set[str] = set()
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
-            indexed |= {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+            indexed |= {str(name) for name in read_object(index, limit=MOST_INDEX)["weight_map"].values()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise UsageError(f"{index} is not an index of weights: {error}.", cure="Fetch it again.") from error
     present = {file.name for file in files} | {name for name in indexed if (folder / name).is_file()}
@@ -153,7 +153,7 @@ def model_config(folder: str | Path) -> dict[str, Any]:
             cure="Give a folder of a transformers model, unpacked.",
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError) as error:
         raise UsageError(f"{file} cannot be read: {error}.", cure="Restore the file.") from error
     if not isinstance(content, dict):

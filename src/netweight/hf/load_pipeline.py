@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core.devices import check_device
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.files import digest_config, digest_tensor, read_json
 from netweight.core.foreign_errors import opening, refuse_missing_weights, running
 from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars
@@ -587,7 +586,7 @@ def _index_of(folder: Path) -> dict[str, Any]:
 def _object(path: Path) -> dict[str, Any]:
     """Read a JSON object."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
     if not isinstance(values, dict):

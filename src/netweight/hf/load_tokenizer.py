@@ -76,7 +76,7 @@ def _check_configurations(folder: Path) -> None:
         try:
             whole = not file.is_file() or isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
             reason = "it is not a JSON object"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             whole, reason = False, str(error)
         if not whole:
             remove = ", or remove it, so that config.json counts alone" * (file.name == _CONFIGURATIONS[0])
@@ -90,7 +90,7 @@ def _template_beside(folder: Path) -> str:
         return ""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read: {error}.", cure="Restore it, or remove it.") from error
     template = content.get("chat_template") if isinstance(content, dict) else None
     return template if isinstance(template, str) else ""

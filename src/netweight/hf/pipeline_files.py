@@ -26,8 +26,10 @@ from typing import IO, Any, final
 import torch
 from torch import Tensor
 
+from netweight.core.files import read_json
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.store.safetensors import KEY, read_header
+from netweight.store.torch_archive import refuse_inflated
 
 INDEX = "model_index.json"
 # The denoiser's folder is one of these.
@@ -236,7 +238,7 @@ class PipelineFiles:
     def _index(self) -> dict[str, Any]:
         path = self.folder / INDEX
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))
+            index = read_json(path)
         except ValueError as error:
             raise UsageError(f"{path} is not JSON: {error}.", cure="Fetch the pipeline again.") from error
         if not isinstance(index, dict):
@@ -368,6 +370,7 @@ def _bin_places(path: Path) -> dict[str, TensorPlace]:
             f"{path} has the format of PyTorch before version 1.6.",
             cure="Save it again with a recent PyTorch, or leave it out: --other-weights leave-out.",
         )
+    refuse_inflated(path)
     try:
         with FakeTensorMode():  # reads the table of tensors, and none of their numbers
             state = torch.load(path, map_location="cpu", weights_only=True)

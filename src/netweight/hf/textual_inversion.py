@@ -19,6 +19,7 @@ from torch import Tensor
 
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.store import open_store
+from netweight.store.torch_archive import refuse_inflated
 
 ENDINGS = (".safetensors", ".bin", ".pt", ".pti")
 # A textual inversion of a hundred vectors for all encoders of a large pipeline is smaller than this number of bytes.
@@ -173,6 +174,7 @@ def _state(path: Path) -> Mapping[str, Any]:
             with open_store(path) as store:  # compressed by netweight, too
                 state: Any = {name: store.get(name) for name in store.names()}
         else:
+            refuse_inflated(path)
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -34,6 +34,7 @@ _LICENSE_MARKS = (
     ("Gemma Terms", "gemma"),
 )
 _CODE_SUFFIXES = (".py", ".so", ".dll", ".dylib", ".sh", ".exe", ".pyc")
+_MOST_TOKENIZER = 1 << 26  # bytes of tokenizer.json; that of a vocabulary of 262,144 has 33 MB
 # Names of files that may be pickles, or hold some; the content decides, but for those that are always pickles.
 _ALWAYS_PICKLES = (".pkl", ".pickle", ".joblib")
 _MAYBE_PICKLES = (
@@ -259,11 +260,11 @@ def added_tokens(folder: Path) -> dict[int, str]:
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     """The content of `tokenizer.json`; None if it is missing or damaged."""
     file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not file.is_file() or file.stat().st_size > _MOST_TOKENIZER:
         return None
     try:  # large vocabularies exceed the bounds of the careful reader, so the standard one reads this file
         content = json.loads(file.read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.core.files import parse_json
+from netweight.core.files import MOST_CONFIG, read_object
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.store.reader import INDEX_SUFFIX, weight_map
 from netweight.store.safetensors import is_pickle, read_header
@@ -29,6 +29,7 @@ _FOREIGN_STARTS = {
     b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors, and give that file."),
     b"\x93NUM": ("a numpy array", "Save the arrays as safetensors, and give that file."),
 }
+_MOST_HISTORY = 1 << 28  # bytes of the history of a Flower server
 _FOREIGN_NAMES = {
     ".onnx": "an ONNX graph",
     ".msgpack": "a Flax checkpoint",
@@ -105,27 +106,26 @@ def identify(path: str | Path) -> Subject:
     return subject
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> dict[str, Any]:
     """Return the JSON object of a configuration file.
 
     Args:
         file: The file.
+        limit: The most bytes that it may have.
+        most: As in `parse_json`.
 
     Returns:
         Its content; empty if there is no such file.
 
     Raises:
-        CorruptBlob: It is not a JSON object.
+        CorruptBlob: It is not a JSON object, or has more bytes or values than a configuration.
     """
     if not file.is_file():
         return {}
     try:
-        value = parse_json(file.read_bytes())
+        return read_object(file, limit=limit, most=most)
     except ValueError as error:
-        raise CorruptBlob(f"{file} is not JSON: {error}.", cure="Fetch the file again.") from None
-    if not isinstance(value, dict):
-        raise CorruptBlob(f"{file} does not contain a JSON object.", cure="Fetch the file again.")
-    return value
+        raise CorruptBlob(f"{file} cannot be read: {error}.", cure="Fetch the file again.") from None
 
 
 def is_adapter_file(file: Path) -> bool:
@@ -183,8 +183,10 @@ def _identify_folder(folder: Path) -> Subject:
         return Subject(folder, "federation", config=read_config(folder / "federation.json"))
     # The server of a Flower run writes this file.
     history = folder / "history.json"
-    if history.is_file() and isinstance(read_config(history).get("rounds"), list):
-        return Subject(folder, "federation", config=read_config(history))
+    if history.is_file():
+        rounds = read_config(history, limit=_MOST_HISTORY, most=None)
+        if isinstance(rounds.get("rounds"), list):
+            return Subject(folder, "federation", config=rounds)
     if (folder / "model_index.json").is_file():
         files, pickles, copies = _weights_of(folder, deep=True)
         config = read_config(folder / "model_index.json")

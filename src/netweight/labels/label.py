@@ -6,13 +6,13 @@ it without loss.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
 import pydantic
 
+from netweight.core.files import read_json
 from netweight.errors import UsageError
 
 State = Literal["measured", "warning", "not measured"]
@@ -155,8 +155,8 @@ class Label(_Part):
             UsageError: It contains no label.
         """
         try:
-            value = json.loads(Path(file).read_text(encoding="utf-8"))
-        except (ValueError, UnicodeDecodeError) as error:
+            value = read_json(Path(file))
+        except ValueError as error:
             raise UsageError(f"{file} is not valid JSON: {error}.") from None
         return cls.from_json(value)
 

@@ -26,6 +26,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.bits import BitStatistics, count_bits, merge
 from netweight.store.reader import StoredFile
+from netweight.store.torch_archive import refuse_inflated
 
 _PIECE = 1 << 20  # bytes that are read and encoded at a time
 _SAMPLED_ONE_IN = 16  # pieces per piece whose bits are counted; the first of every tensor always is
@@ -247,6 +248,7 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
     from netweight.codec.header import content_of
     from netweight.errors import UnsafeInput, Unsupported
 
+    refuse_inflated(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_archive(file))
     except Exception as error:  # every reason for which torch refuses a file

@@ -278,8 +278,11 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    from netweight.store.torch_archive import refuse_inflated
+
     if not path.is_file():
         raise UsageError(f"There is no backbone {path}.", cure="Give the file of an AlexNet or VGG-16.")
+    refuse_inflated(path)
     try:
         content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:

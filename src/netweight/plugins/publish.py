@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Annotated, Any, final
 
 from pydantic import Field
 
+from netweight.core.files import parse_json
 from netweight.core.lazy import extra
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError, UsageError
@@ -181,7 +181,7 @@ def _places(folder: Path) -> Iterator[str]:
         if file.stat().st_size > 10_000_000:
             continue
         try:
-            values = list(_texts(json.loads(file.read_text(encoding="utf-8"))))
+            values = list(_texts(parse_json(file.read_bytes())))
         except (OSError, ValueError):
             # A file that is no JSON is not checked.
             continue

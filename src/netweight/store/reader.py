@@ -18,12 +18,11 @@ import xxhash
 from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.header import Bytes, refuse_inflated, tensor_of, torch_dtype
-from netweight.core.files import in_order, read_object, regular
+from netweight.core.files import MOST_INDEX, in_order, read_object, regular
 from netweight.core.names import not_found
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.safetensors import (
     KEY,
-    MAX_HEADER,
     MOST_LINKS,
     SUFFIX,
     Description,
@@ -685,7 +684,7 @@ def open_store(path: str | Path, *, variant: str | None = None, base: str | Path
 def weight_map(index: Path) -> dict[str, str]:
     """Read which file holds which tensor from an index."""
     try:
-        entries = read_object(index, limit=MAX_HEADER)["weight_map"]
+        entries = read_object(index, limit=MOST_INDEX)["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}
         if any("\0" in value for value in entries.values()):
             raise ValueError("a name of a file holds NUL")

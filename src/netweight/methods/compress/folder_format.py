@@ -52,14 +52,13 @@ from pydantic.dataclasses import dataclass
 from netweight.autoload import HINT
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
-from netweight.core.files import is_text, parse_json, read_object
+from netweight.core.files import MOST_INDEX, is_text, parse_json, read_object
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.quantized import quantization_of
 from netweight.methods.compress.settings import CompressSettings
 from netweight.store.reader import weight_map
 from netweight.store.safetensors import (
     KEY,
-    MAX_HEADER,
     Header,
     deflate_text,
     inflate_text,
@@ -183,7 +182,7 @@ class Manifest:
                 f"{folder} has no {MANIFEST}: it is not a folder that netweight compressed.", cure="Check the path."
             )
         try:
-            fields = read_object(path, limit=MAX_HEADER)
+            fields = read_object(path, limit=MOST_INDEX)
             if fields["format"] != _FORMAT:
                 raise ValueError(f"its format is {fields['format']!r}")
             if type(fields["version"]) is not int or fields["version"] != _VERSION:
@@ -356,8 +355,10 @@ def _main_weights(config: dict[str, Any], weights: list[str]) -> str:
 
 
 def _json_object(content: bytes) -> dict[str, Any] | None:
+    if len(content) > MOST_INDEX:  # of a configuration or an index
+        return None
     try:
-        config = parse_json(content)
+        config = parse_json(content, most=0)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None

@@ -15,7 +15,7 @@ from typing import Any
 
 from netweight.autoload import HINT, METHOD
 from netweight.core.files import read_object
-from netweight.store.safetensors import MAX_HEADER, Header
+from netweight.store.safetensors import Header
 
 # Keys of a configuration, at any depth, that describe a quantization: transformers and diffusers, compressed-tensors
 # before it moved there, MLX.
@@ -118,6 +118,6 @@ def _accompanied(names: Iterable[str]) -> set[str]:
 
 def _json_object(path: Path) -> Any:
     try:
-        return read_object(path, limit=MAX_HEADER)
+        return read_object(path)
     except (OSError, ValueError):
         return None

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from netweight.core.files import whole_file
 from netweight.core.names import Units, not_found
 from netweight.core.progress import QUIET, Progress
-from netweight.errors import CorruptBlob, Unsupported, UsageError
+from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.methods.forget.settings import Scope
 from netweight.nn.text_to_image import Text, TextToImage
+from netweight.store.torch_archive import refuse_inflated
 
 # Version of the files of statistics.
 _VERSION = 1
@@ -273,10 +274,13 @@ class Statistics:
         """Read the file format of the paper's code: a pair of lists, means and deviations layer by layer."""
         # No pickle is executed: `torch.load` takes tensors, lists and tuples only.
         try:
+            refuse_inflated(path)
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             means, deviations = ([value.double() for value in part] for part in loaded)
         except FileNotFoundError:
             raise UsageError(f"There is no file {path}.") from None
+        except UnsafeInput:
+            raise
         except Exception as error:
             raise Unsupported(
                 f"{path} contains no pair of lists of tensors: {error}",

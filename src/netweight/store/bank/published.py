@@ -23,6 +23,7 @@ from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.bank.shards import MATRIX, BankWriter, Rows, find_published
 from netweight.store.lora_formats import peft_settings as peft
 from netweight.store.lora_formats.tensor_names import take_apart
+from netweight.store.torch_archive import refuse_inflated
 
 DIMENSIONS = "weight_dimensions.pt"
 _BLOCK_BYTES = 1 << 26
@@ -235,6 +236,7 @@ def _companion(path: Path, name: str) -> Path:
 def _load(path: Path) -> Any:
     if not path.is_file():
         raise UsageError(f"There is no file {path}.", cure="Check the path.")
+    refuse_inflated(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:

@@ -21,7 +21,6 @@ from netweight.store.lora_formats.model_names import other_spellings
 from netweight.store.lora_formats.naming import Naming, Piece, namings
 from netweight.store.lora_formats.quantized import dequantized, is_scale, refuse_codes
 from netweight.store.reader import INDEX_SUFFIX, Store, TensorInfo, open_store
-from netweight.store.safetensors import MAX_HEADER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -296,4 +295,4 @@ def _config(path: Path) -> dict[str, Any]:
     file = (path if path.is_dir() else path.parent) / "config.json"
     if path.is_file() and path.name not in ("model.safetensors", "diffusion_pytorch_model.safetensors"):
         return {}
-    return read_object(file, limit=MAX_HEADER) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}

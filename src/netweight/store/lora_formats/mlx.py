@@ -13,7 +13,6 @@ from typing import Self, final
 from netweight.core.files import read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats.other_kinds import EXTRACT
-from netweight.store.safetensors import MAX_HEADER
 
 WEIGHTS = "adapters.safetensors"
 
@@ -45,7 +44,7 @@ class MlxSettings:
                 f"{path} is missing, so the scale of {WEIGHTS} is not known.", cure="Also fetch that file."
             )
         try:
-            values = read_object(path, limit=MAX_HEADER)
+            values = read_object(path)
             if values.get("fine_tune_type", "lora") not in ("lora", "dora"):
                 raise Unsupported(
                     f"{path} describes a training of kind {values['fine_tune_type']}, which has no factors.",

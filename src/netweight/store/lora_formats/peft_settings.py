@@ -14,7 +14,6 @@ from netweight.core.files import parse_json, read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats.other_kinds import BAKE, CONVERT, CONVERT_DORA, EXTRACT, Conversion
 from netweight.store.lora_formats.scales import alpha_of
-from netweight.store.safetensors import MAX_HEADER
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -113,7 +112,7 @@ class LoraSettings:
     def read(cls, path: Path, *, conversion: Conversion | None = None) -> Self:
         """Read `adapter_config.json`."""
         try:
-            return cls.of(read_object(path, limit=MAX_HEADER), path, conversion=conversion)
+            return cls.of(read_object(path), path, conversion=conversion)
         except ValueError as error:
             raise CorruptBlob(f"{path} is not a JSON ({error}).", cure="Fetch the file again.") from error
 

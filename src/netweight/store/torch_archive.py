@@ -1,0 +1,32 @@
+"""The archives that `torch.save` writes, checked before torch opens them."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from netweight.errors import UnsafeInput
+
+
+def refuse_inflated(path: str | Path) -> None:
+    """Refuse an archive of torch that has more bytes than the file: torch stores its entries, and inflates others.
+
+    Args:
+        path: A file that torch saved, or that is to be tried as one.
+
+    Raises:
+        UnsafeInput: An entry of the archive is compressed.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    try:
+        with zipfile.ZipFile(path) as archive:
+            inflated = next((each for each in archive.infolist() if each.compress_type != zipfile.ZIP_STORED), None)
+    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+        return  # torch reports what is wrong with it
+    if inflated is not None:
+        raise UnsafeInput(
+            f"{path}: the entry {inflated.filename[:200]!r} of the archive is compressed, of {inflated.file_size:,} bytes "
+            f"in {inflated.compress_size:,}. torch.save stores entries as they are.",
+            cure="Do not use this file, or save its weights again: safetensors, or torch.save.",
+        )
