@@ -26,7 +26,7 @@ def refuse_inflated(path: str | Path) -> None:
         return  # torch reports what is wrong with it
     if inflated is not None:
         raise UnsafeInput(
-            f"{path}: the entry {inflated.filename[:200]!r} of the archive is compressed, of {inflated.file_size:,} bytes "
+            f"{path}: the entry {inflated.filename[:200]!r} of the archive is compressed, {inflated.file_size:,} bytes "
             f"in {inflated.compress_size:,}. torch.save stores entries as they are.",
             cure="Do not use this file, or save its weights again: safetensors, or torch.save.",
         )

@@ -121,7 +121,7 @@ class _Side:
         entries: dict[str, FileEntry] = {}
         left_out: tuple[str, ...] = ()
         strays: tuple[str, ...] = ()
-        if (path / MANIFEST).exists():
+        if os.path.lexists(path / MANIFEST):  # a broken link is damage, and not a missing file
             manifest = Manifest.read(path)
             manifest.check_present(path)
             left_out, entries = manifest.left_out, {entry.path: entry for entry in manifest.files}
