@@ -7,7 +7,6 @@ from pathlib import Path
 
 from netweight.errors import UnsafeInput
 
-
 # torch compresses the code of TorchScript only, and none is as large as this.
 _LARGEST_CODE = 16 << 20
 
