@@ -75,7 +75,7 @@ def save_weights(network: PreTrainedModel, source: str | Path, target: str | Pat
     stated = source / _GENERATION
     own = network.generation_config
     if stated.is_file():
-        network.generation_config = type(own)()  # type: ignore[no-untyped-call, misc]
+        network.generation_config = type(own)()
     try:
         with silent_bars():
             network.save_pretrained(target)
