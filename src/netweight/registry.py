@@ -374,7 +374,7 @@ class Method(Command[S]):
             usual = Result(payload={"path": str(destination), "settings": settings.to_json()})
             result = made if isinstance(made, Result) else usual
             result = result if result.written else replace(result, written=(destination,))
-        sections: list[Section] = list(result.sections)
+        sections = list(result.sections)
         if audited and self.runnable:
             from netweight.report.audit import run_audits
 
@@ -386,7 +386,7 @@ class Method(Command[S]):
                 ).values()  # fmt: skip
         for folder in result.written:
             sections = with_conditions(sections, conditions_of(folder))
-        return replace(result, sections=sections)
+        return replace(result, sections=tuple(sections))
 
 
 def _refuse_existing(destination: Path) -> None:

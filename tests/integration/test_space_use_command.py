@@ -193,7 +193,9 @@ def test_images_become_points_and_a_killed_call_goes_on(place, opened, tmp_path,
     assert points.names == ("0", "many")
     assert points.scores.abs().sum(1).min() > 0
     lines = (tmp_path / "found.jsonl").read_text()
-    assert run(*arguments, "--overwrite") == found
+    again = run(*arguments, "--overwrite")
+    assert again.pop("continued") == ["2 of 2 found"]
+    assert again == found
     assert (tmp_path / "found.jsonl").read_text() == lines
     masked = run(*arguments[:-1], tmp_path / "masked.json", "--masks", tmp_path / "masks")
     assert masked["distances"]["0"] == pytest.approx(found["distances"]["0"], rel=1e-4)

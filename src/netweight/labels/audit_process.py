@@ -94,15 +94,24 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def end_with_parent(parent: int) -> None:
-    """End this process as soon as its parent is gone: a label that was killed leaves no audit running behind it.
+    """End this process as soon as a label is gone: one that was killed leaves no audit running behind it.
 
     Args:
-        parent: The process that started this one, by its number: it may be gone before this function is called.
+        parent: The label's process, by its number: it may be gone before this function is called.
     """
+    first = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == first and _exists(parent):
             time.sleep(1)
         os._exit(1)
 

@@ -403,13 +403,6 @@ def card(folder: Path) -> CardEntry | None:
     return CardEntry("Memorization switched off", text, facts, ("unlearning",))
 
 
-def before_publishing(folder: Path) -> list[str]:
-    """Return that the original weights must be removed from a folder; nothing where it does not contain them."""
-    if not any(record.undoable for record in read_records(folder)):
-        return []
-    return [f"remove {folder / FOLDER}, which contains the original weights"]
-
-
 def read_files(settings: FolderForgetting) -> list[Path]:
     """The images that the table of targets names."""
     return list(image_files(*([settings.targets] if settings.targets else [])))

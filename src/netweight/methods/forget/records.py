@@ -11,16 +11,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import safetensors
-import safetensors.torch
-from torch import Tensor
 
 from netweight.core.files import read_record, whole_file, write_record
 from netweight.core.names import Units
 from netweight.errors import CorruptBlob
 from netweight.store.reader import open_store
+
+if TYPE_CHECKING:  # commands ask for the records of a folder without torch
+    from torch import Tensor
 
 # Folder of the records within the folder of a pipeline.
 FOLDER = "forget"
@@ -113,7 +114,9 @@ class EditRecord:
         rows = {name: value.contiguous() for name, value in self.rows.items()}
         rows |= {_STORED + name: value.contiguous() for name, value in self.stored.items()}
         with whole_file(path.with_suffix(".safetensors")) as file:
-            file.write(safetensors.torch.save(rows))
+            from safetensors.torch import save
+
+            file.write(save(rows))
         write_record(path, values, version=_VERSION, overwrite=False)
         return path
 
@@ -139,7 +142,9 @@ def _rows(path: Path) -> dict[str, Tensor]:
     """The rows beside a record, plain or as `netweight compress` stores them."""
     packed = path.with_suffix(".net.safetensors")
     if not packed.is_file():
-        return safetensors.torch.load_file(path.with_suffix(".safetensors"))
+        from safetensors.torch import load_file
+
+        return load_file(path.with_suffix(".safetensors"))
     with open_store(packed) as store:
         return {name: store.get(name) for name in store.names()}
 
@@ -147,3 +152,10 @@ def _rows(path: Path) -> dict[str, Tensor]:
 def read_records(folder: str | Path) -> list[EditRecord]:
     """Read the records of a pipeline's folder, the first edit first; none if it was not edited."""
     return [EditRecord.read(path) for path in sorted((Path(folder) / FOLDER).glob("[0-9][0-9][0-9].json"))]
+
+
+def before_publishing(folder: Path) -> list[str]:
+    """Return that the original weights must be removed from a folder; nothing where it does not contain them."""
+    if not any(record.undoable for record in read_records(folder)):
+        return []
+    return [f"remove {folder / FOLDER}, which contains the original weights"]

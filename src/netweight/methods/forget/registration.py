@@ -78,7 +78,7 @@ COMMANDS: tuple[Entry, ...] = (
         check=lazy(f"{_FOLDER}:check"),
         reads=lazy(f"{_FOLDER}:read_files"),
         card=lazy(f"{_FOLDER}:card"),
-        before_publishing=lazy(f"{_FOLDER}:before_publishing"),
+        before_publishing=lazy("netweight.methods.forget.records:before_publishing"),
     ),
     Command(
         "forget undo",
