@@ -390,9 +390,9 @@ class Method(Command[S]):
 
 
 def _refuse_existing(destination: Path) -> None:
-    from netweight.core.files import refuse_existing
+    from netweight.job import check_destination
 
-    refuse_existing(destination, overwrite=None)
+    check_destination(destination, overwrite=None)
 
 
 @final

@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +53,9 @@ def in_a_fork(arguments, log, most=0):
                     code = end.code if isinstance(end.code, int) else int(end.code is not None)
                 sys.stdout.flush()
             log.with_suffix(".writes").write_text(str(WRITES))
+        except BaseException:
+            traceback.print_exc()  # to the standard error, which the study shows
+            raise
         finally:
             os._exit(code)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from netweight.core.files import refuse_existing
 from netweight.errors import UsageError
+from netweight.job import check_destination
 from netweight.methods.space.audits import LEAST_AUDITED, neighbor_findings
 from netweight.methods.space.baking import bake_model
 from netweight.methods.space.converting import convert_file
@@ -77,7 +78,7 @@ def _many(count: int, what: str) -> str:
 
 def fit(settings: FolderFit, context: Context, bank: Path, space: Path) -> Result:
     """Fit a space to a bank, resumably, and say how good the fit is."""
-    refuse_existing(space, overwrite=None)
+    check_destination(space, overwrite=None)
     fit_step(bank, space, settings, context.progress)
     return _space(space, written=True)
 
@@ -324,7 +325,7 @@ def ingest(settings: IngestSettings, context: Context, source: Path, destination
 
 def import_space(settings: ImportSettings, context: Context, source: Path, space: Path) -> Result:
     """Convert the published space of weights2weights."""
-    refuse_existing(space, overwrite=None)
+    check_destination(space, overwrite=None)
     read_published(source, components=settings.components, stable_diffusion=settings.stable_diffusion).save(space)
     return _space(space, written=True)
 
