@@ -236,8 +236,8 @@ def timeless(value, folder):
         return value.get("name")
     if isinstance(value, dict) and "columns" in value and "rows" in value:  # a table
         kept = [at for at, column in enumerate(value["columns"]) if column["unit"] != "s"]
-        rows = [[timeless(row[at], folder) for at in kept] for row in value["rows"]]
-        return {**timeless({**value, "columns": [], "rows": []}, folder), "rows": rows}
+        rest = {name: each for name, each in value.items() if name not in ("columns", "rows")}
+        return {**timeless(rest, folder), "rows": [[timeless(row[at], folder) for at in kept] for row in value["rows"]]}
     if isinstance(value, dict):
         return {name: timeless(each, folder) for name, each in value.items() if not TIMES.search(name)}
     if isinstance(value, list):

@@ -21,6 +21,7 @@ from netweight.core.files import digest_config, digest_tensor
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive, torch_generator
+from netweight.core.work_account import note_stored, note_used
 from netweight.errors import TrainingStopped, UsageError
 from netweight.job import Job
 from netweight.methods.forget.edits.edit import EditOutcome, EditTask
@@ -320,12 +321,15 @@ class Training:
                         self.model, text.rows(range(part.start, part.stop)), seeds[part], Batches(at_once),
                         guidance=self.edit.guidance, steps=self.edit.generation_steps,
                     )  # fmt: skip
-                    latents = self.model.to_latents(images)
+                    # In the order in which they are read from a file: products depend on it in their last bits.
+                    latents = self.model.to_latents(images).contiguous()
                     if file is not None:
                         write_checkpoint(file, {}, [("latents", latents)])
+                        note_stored(file)
                 else:
                     with open_checkpoint(file) as (_, store, _names):
                         latents = store.get("latents", check=True).to(self.model.initial_noise([0]).device)
+                    note_used("latents of images", file)
                 latents_of_all.append(latents)
                 task.update(part.stop - part.start)
         return torch.cat(latents_of_all)
