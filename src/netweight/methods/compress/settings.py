@@ -42,7 +42,7 @@ class CompressSettings(Settings):
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
         description="Number of mantissa bits, 0 to 6, that rounding keeps in BF16, F16 and F32 tensors of two and "
-        "more dimensions. 7, the default, turns rounding off for all types.",
+        "more dimensions. 7, the default, means no rounding, also for F16 and F32.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
