@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import chat_models
 import pytest
 import torch
 import warm
@@ -14,7 +15,10 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from tiny_llama import KEPT, PAIRS, save, tiny_llama, write
 
+from netweight.attacks.finetuning.folder_checks import check
+from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.cli import netweight
+from netweight.errors import UsageError
 from netweight.hf.load_language_model import load_causal_lm
 from netweight.methods.immunize.record import Record
 from netweight.report.report import read_report
@@ -73,6 +77,23 @@ def test_a_defended_folder_opens_and_says_what_was_done(case, tmp_path):
     again = call(case, tmp_path / "defended")
     assert again.exit_code == 2
     assert "exists" in again.output
+
+
+def test_an_attack_that_leaves_out_the_chat_template_of_a_defense_is_refused(case, tmp_path):
+    model, tokenizer = tiny_llama()
+    tokenizer.chat_template, model.config.max_position_embeddings = chat_models.SWITCHED, 128
+    save(model, tokenizer, tmp_path / "model")
+    write(tmp_path / "few.jsonl", PAIRS[:4])
+    for name, given in (("by-chat", ["--chat"]), ("by-option", ["--template", "enable_thinking=false"])):
+        words = ["immunize", tmp_path / "model", tmp_path / name, "--pairs", tmp_path / "few.jsonl"]
+        words += ["--batch-size", "4", "--defense", "random-weights", *given]
+        answer = CliRunner().invoke(netweight, [str(word) for word in words])
+        assert answer.exit_code == 0, answer.output
+        settings = {"harmful": tmp_path / "few.jsonl", "grid": "quick"}
+        with pytest.raises(UsageError, match="was trained on the chat template, and the attack has another"):
+            check(tmp_path / name, FolderAttack(**settings))
+        check(tmp_path / name, FolderAttack(**settings, chat=True))
+        check(tmp_path / name, FolderAttack(**settings, template={"enable_thinking": "false"}))
 
 
 CORRECTED = {"fidelity": "corrected", "alpha": 1.5, "beta": 0.25, "lens_layers": 1, "noise_tokens": 16, "chunk": 64}

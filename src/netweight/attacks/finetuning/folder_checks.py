@@ -37,7 +37,8 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
     records = {folder: json.loads(file.read_text(encoding="utf-8")) for folder, file in files.items() if file.is_file()}
     for folder, record in records.items():
         # A search tries the chat template by itself.
-        if record.get("settings", {}).get("chat") and not settings.chat and settings.grid != "adaptive":
+        applied = settings.chat or bool(settings.template_options)
+        if record.get("settings", {}).get("chat") and not applied and settings.grid != "adaptive":
             raise UsageError(
                 f"The defense of {folder} was trained on the chat template, and the attack has another.",
                 cure="Give --chat, or --grid adaptive.",

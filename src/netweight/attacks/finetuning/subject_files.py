@@ -94,6 +94,7 @@ def subject_from_files(
         UsageError: Files or rows cannot be used.
     """
     options, left_out = TextOptions.of(text or {}), list[str]()
+    applied = chat or bool(options.template)  # its options ask for the chat template, too
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
     check_outputs(network)
@@ -105,7 +106,7 @@ def subject_from_files(
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
     def tokens(texts: list[TextExample]) -> list[Example]:
-        template: AnyTemplate = Chat(options.template_options) if chat or options.template else BELOW
+        template: AnyTemplate = Chat(options.template_options) if applied else BELOW
         examples = tokenized_examples(
             texts, tokenizer, context=context, template=template, **options.tokenizing(left_out.append)
         )
@@ -136,7 +137,7 @@ def subject_from_files(
         name: Domain(*part(plain_rows[name], f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))
         for name, texts in sources.items()
     }
-    for name, template in _TEMPLATES.items() if formats and not chat else ():
+    for name, template in _TEMPLATES.items() if formats and not applied else ():
         for domain, texts in sources.items():
             put = _reformatted(texts, plain_rows[domain], network, tokenizer, context, template)
             if put is not None:

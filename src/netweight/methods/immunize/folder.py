@@ -76,8 +76,8 @@ def immunize_folder(
     defense, training = settings.defense, settings.training
     network, tokenizer = load_causal_lm(source, device=settings.device)
     context = min(context_of(network, tokenizer), settings.context or 1 << 30)
-    chat = settings.chat or bool(settings.template)
-    how: Any = {"context": context, "template": Chat(settings.template_options) if chat else BELOW}
+    template = Chat(settings.template_options) if settings.applies_template else BELOW
+    how: Any = {"context": context, "template": template}
     left_out: list[str] = []
 
     def note(text: str) -> None:
@@ -100,7 +100,7 @@ def immunize_folder(
         record = immunize(
             network, pairs, retained, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
         )
-        if settings.chat:  # so that attacks in another format are noticed
+        if settings.applies_template:  # so that attacks in another format are noticed
             record = replace(record, settings={**record.settings, "chat": True})
         report = training_report(source, destination, settings, record, command, left_out, analyzed=before is not None)
         if before is not None:

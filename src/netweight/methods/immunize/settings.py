@@ -85,6 +85,11 @@ class FolderSettings(TextOptions):
     device: str = "cpu"
     """Device of the model, such as cuda."""
 
+    @property
+    def applies_template(self) -> bool:
+        """Whether prompts go through the tokenizer's chat template; its options ask for that, too."""
+        return self.chat or bool(self.template)
+
 
 class ImmunizeSettings(TrainingSettings, FolderSettings):
     """Train a defense against harmful fine-tuning into a model folder."""
