@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from netweight import cli
 from netweight.attacks.gradient_inversion import tailored
+from netweight.methods.federate.folder import FederationPlan
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
 SMALL = [
@@ -50,6 +52,28 @@ def test_a_run_leaves_a_report_and_can_go_on(folder: Path) -> None:
     result = json.loads(answer.stdout)
     assert [r["round"] for r in result["rounds"]] == [1, 2, 3]
     assert result["audited"] is False
+
+
+def test_an_audit_does_not_train_a_federation_that_was_stopped(folder: Path, tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    shutil.copytree(folder, stopped)
+    plan = FederationPlan.load(stopped)
+    plan.replace(rounds=plan.rounds + 1).save(stopped)
+    before = {file.name: file.read_bytes() for file in stopped.iterdir() if file.is_file()}
+    answer = run("audit", str(stopped), "--images", "1", "--threat", "1x1", "--search-steps", "4")
+    assert answer.exit_code == 2, answer.output
+    said = " ".join(answer.output.split())
+    assert f"has {plan.rounds} of {plan.rounds + 1} rounds" in said
+    assert "netweight federate run --out FOLDER" in said
+    assert {file.name: file.read_bytes() for file in stopped.iterdir() if file.is_file()} == before
+
+
+def test_a_folder_without_images_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    answer = run("run", "--data", str(tmp_path / "pictures"), "--out", str(tmp_path / "out"))
+    assert answer.exit_code == 2, answer.output
+    assert "contains no folder of images per class" in answer.output
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_audit_attacks_what_was_trained(folder: Path) -> None:

@@ -67,9 +67,7 @@ def audit(settings: FederationAudit, context: Context, folder: Path) -> Result:
     if is_flower(folder):
         done, title = open_run(folder, settings.app), f"Federation over Flower: {folder.name}"
     else:
-        plan = FederationPlan.load(folder)
-        task = plan.task()
-        done = train(task, plan.make_method(task), plan, folder=folder, progress=context.progress)
+        plan, done = FederationPlan.load(folder), open_run(folder)
         title = f"Federation: {plan.method} on {plan.data}"
     config = AuditConfig(images=settings.images, further=True, search=_search(settings))
     if settings.threats:

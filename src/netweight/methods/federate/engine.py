@@ -116,7 +116,8 @@ def finished(task: Task, method: Method, settings: Federation, *, folder: str | 
     if not federation.rounds.done:
         raise UsageError(
             f"The federation in {folder} has {len(federation.rounds.rounds)} of {settings.rounds} rounds.",
-            cure="Run it again to go on.",
+            cure="Give the command that trained it again (netweight federate run --out FOLDER, with the same options); "
+            "it continues from the last round.",
         )
     return federation.result()
 
