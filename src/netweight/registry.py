@@ -325,9 +325,11 @@ class Method(Command[S]):
     section of an audit that ended is kept, and it is not called again for that."""
     by_attack: Mapping[str, str] = field(default_factory=dict)
     """Audits that an attack makes where a recipe has it: the audit's name → the attack's verb."""
-    check: Callable[[Path | None, S], object] | None = None
+    check: Callable[..., object] | None = None
     """Takes `(source, settings)` and raises what work could only find out later; `source` is None where an earlier step
-    makes it."""
+    makes it. It runs before every call, of the command and of a recipe."""
+    checked_arguments: tuple[str, ...] = ()
+    """Further arguments of the command that `check` takes by name; a recipe, which has none, leaves them out."""
     reads: Callable[[S], Iterable[Path]] | None = None
     """Takes the settings and returns files that they lead to without naming them, such as the images of a table."""
     takes: tuple[str, ...] = ("model",)
@@ -359,12 +361,13 @@ class Method(Command[S]):
         """Apply the method to the source, and run its audits if the call asks for them."""
         values = dict(arguments)
         audited = values.pop("audit", self.audited)
+        source = values[self.arguments[0].name]
+        if self.check is not None:
+            also = {name: values.get(name) for name in self.checked_arguments}
+            self.check(None if source is None else Path(source), settings, **also)
         if self.run is not None and self.audits_itself:
             whole: Result = self.run(settings, context, **values, audit=audited)
             return whole
-        source = values[self.arguments[0].name]
-        if self.check is not None and self.audited is not None:
-            self.check(source, settings)
         if self.run is not None:
             result: Result = self.run(settings, context, **values)
         else:

@@ -18,10 +18,14 @@ from netweight.core.lazy import Lazy, import_named
 from netweight.errors import NameNotFound, UsageError
 from netweight.recipes import Plan, read_recipe, recipe_schema, run
 from netweight.registry import (
+    DESTINATION,
+    SOURCE,
+    Argument,
     Attack,
     Command,
     Context,
     Method,
+    Result,
     Target,
     commands,
     known_attacks,
@@ -86,6 +90,33 @@ def test_a_method_is_called_in_python_as_on_the_command_line():
     assert toy_treatment.CALLS == ["repeat", "length", "start"]
     assert [section.title for section in result.sections] == ["Length", "Start"]
     assert netweight.command("repeat")("subject", "other", audit=False).sections == ()
+
+
+@pytest.mark.parametrize("audited", [True, False, None])
+@pytest.mark.parametrize("audits_itself", [True, False])
+def test_the_check_of_a_method_runs_whatever_the_audits(audited, audits_itself):
+    ran = []
+    checked = Method(
+        "checked", toy_treatment.RepeatConfig, None, {"length": toy_treatment.length}, check=toy_treatment.check,
+        run=lambda settings, context, source, destination, **rest: ran.append(source),
+        audited=audited, audits_itself=audits_itself,
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="Nothing is repeated 13 times"):
+        checked("subject", "new", times=13)
+    assert ran == []
+
+
+def test_a_check_takes_the_arguments_of_the_command_that_it_names():
+    seen = []
+    method = Method(
+        "named", toy_treatment.RepeatConfig, toy_treatment.repeat, {"length": None}, checked_arguments=("bank",),
+        check=lambda source, settings, bank="that of a recipe": seen.append((source, bank)),
+        run=lambda settings, context, source, destination, bank: Result(),
+        arguments=(SOURCE, DESTINATION, Argument("bank", "text", option="--bank", required=False)),
+    )  # fmt: skip
+    method("subject", "new", bank="moved")
+    method.check(Path("subject"), toy_treatment.RepeatConfig())
+    assert seen == [(Path("subject"), "moved"), (Path("subject"), "that of a recipe")]
 
 
 @pytest.mark.parametrize(

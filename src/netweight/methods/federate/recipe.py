@@ -204,7 +204,7 @@ def examine(
 
 def check(source: Path | None, settings: FolderFederation) -> None:
     entry_of(settings.method)
-    if source is None or not source.exists():
+    if source is None or str(source) in NAMES or not source.exists():
         return
     if not (source.is_dir() and any(child.is_dir() for child in source.iterdir())):
         raise UsageError(

@@ -423,6 +423,18 @@ def read_about(folder: Path) -> dict[str, Any]:
     return values
 
 
+def check_space(folder: Path, bank: Path | None) -> None:
+    """Refuse a folder that contains no space, and a space that needs its bank where there is none; no numbers are read.
+
+    Args:
+        folder: The folder of a space.
+        bank: The bank that the space was fitted to, if it has moved.
+    """
+    values = read_about(folder)
+    if "mean_square" in values["basis"] and bank is None and _ADAPTERS not in values["digests"]:
+        _bank_at(folder, values["bank_at"])
+
+
 def _of_basis(basis: Basis) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """A basis as tensors and JSON values."""
     numbers: dict[str, Tensor | None] = {}

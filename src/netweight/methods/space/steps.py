@@ -37,7 +37,7 @@ from netweight.methods.space.points import (
     write_points,
 )
 from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
-from netweight.methods.space.space import RECORD, WeightSpace, write_space
+from netweight.methods.space.space import RECORD, WeightSpace, check_space, write_space
 from netweight.registry import CardEntry
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
@@ -66,10 +66,10 @@ def sample(source: Path, destination: Path, settings: SampleSettings, progress: 
         _write_points(draw(WeightSpace.open(source), settings), part, destination, source)
 
 
-def check_sample(source: Path | None, settings: SampleSettings) -> None:
+def check_sample(source: Path | None, settings: SampleSettings, bank: Path | None = None) -> None:
     if settings.labels is not None:
         check_columns(settings.labels, list(settings.attributes), key=settings.name_column)
-    _check_space(source)
+    _check_space(source, bank=bank)
 
 
 def _drawn(points: Path) -> tuple[Tensor, Tensor]:
@@ -108,10 +108,10 @@ def edit(source: Path, destination: Path, settings: EditSettings, progress: Prog
             write_direction(step.direction, part / _DIRECTIONS / f"{number:03d}.json")
 
 
-def check_edit(source: Path | None, settings: EditSettings) -> None:
+def check_edit(source: Path | None, settings: EditSettings, bank: Path | None = None) -> None:
     if settings.labels is not None:
         check_columns(settings.labels, [*settings.fitted, *settings.confounders], key=settings.name_column)
-    _check_space(source, settings.point)
+    _check_space(source, settings.point, bank)
 
 
 def export(source: Path, destination: Path, settings: FolderExport, progress: Progress) -> None:
@@ -123,8 +123,8 @@ def export(source: Path, destination: Path, settings: FolderExport, progress: Pr
             space.point(scores).export(part / place, **how)
 
 
-def check_export(source: Path | None, settings: FolderExport) -> None:
-    _check_space(source, settings.point)
+def check_export(source: Path | None, settings: FolderExport, bank: Path | None = None) -> None:
+    _check_space(source, settings.point, bank)
 
 
 def examine_export(
@@ -172,13 +172,16 @@ examine_sample = _subject(lambda place: _drawn(place))
 examine_edit = _subject(directions_in)
 
 
-def _check_space(source: Path | None, point: str = "mean") -> None:
-    """Refuse what is not a space, or folder of points, or a point that it lacks."""
+def _check_space(source: Path | None, point: str = "mean", bank: Path | None = None) -> None:
+    """Refuse what is not a space, or folder of points, or a point that it lacks, or a space whose bank is missing."""
     if source is None:
         return
     if not any((source / name).is_file() for name in (RECORD, _POINTS)):
         raise UsageError(f"{source} is neither a space nor points of one.", cure="Fit one: netweight space fit.")
-    points_in(source, point)
+    if point == "mean" and not (source / _POINTS).is_file():
+        check_space(source, bank)  # every space has its mean, so its numbers need not be read
+    else:
+        points_in(source, point)
 
 
 def card(folder: Path) -> CardEntry | None:
