@@ -332,6 +332,30 @@ def test_adapters_of_different_modules_are_joined(tmp_path, compress):
         AdapterBank.ingest(source, tmp_path / "none", select="text_encoder.**")
 
 
+def two_of_one_base(tmp_path, *modules):
+    """Adapters of one module each, in a file of peft's kind that names the base."""
+    for number, module in enumerate(modules):
+        (tmp_path / "two" / str(number)).mkdir(parents=True)
+        tensors = {f"{module}.lora_A.weight": torch.ones(1, 4), f"{module}.lora_B.weight": torch.ones(4, 1)}
+        about = {"format": "pt", "ss_base_model_version": "somebody/video"}
+        save_file(tensors, tmp_path / "two" / str(number) / "lora.safetensors", about)
+    return tmp_path / "two"
+
+
+def test_adapters_of_the_two_stages_of_one_base_are_in_one_bank_and_two_spellings_are_not(tmp_path):
+    stages = two_of_one_base(tmp_path / "stages", "transformer.first.own", "transformer_2.first.own")
+    assert len(AdapterBank.ingest(stages, tmp_path / "bank").shapes) == 2
+    spellings = two_of_one_base(tmp_path / "spellings", "transformer_2.first.own", "diffusion_model.first.own")
+    with pytest.raises(UsageError, match="does not change any module that the others change"):
+        AdapterBank.ingest(spellings, tmp_path / "other")
+
+
+def test_a_pickle_is_refused_whatever_its_ending(folder, tmp_path):
+    (folder / "lora.pickle").write_bytes(pickle.dumps({}))
+    with pytest.raises(UnsafeInput, match=r"lora\.pickle is a pickle"):
+        AdapterBank.ingest(folder, tmp_path / "bank")
+
+
 def test_mirrors_and_paths_of_one_base_are_one_base(tmp_path):
     bases = ["runwayml/stable-diffusion-v1-5", "/models/stable-diffusion-v1-5", "sd1.5",
              "stable-diffusion-v1-5/stable-diffusion-v1-5"]  # fmt: skip

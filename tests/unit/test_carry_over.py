@@ -14,7 +14,8 @@ def test_all_but_weights_and_reports_is_carried_over_and_no_path_of_a_disk(tmp_p
     texts = {
         "LICENSE": "Apache", "README.md": "# Mine", "NOTICE": "n", "assets/logo.svg": "<svg/>", "modeling_mine.py": "x",
         "tokenizer.json": '{"theirs": 1}', "immunize-report/report.html": "old", ".cache/x": "x",
-        "model.safetensors": "old", "pytorch_model.bin.index.json": "{}", "chat_template.jinja": "{{ x }}",
+        "model.safetensors": "old", "weights.pkl": "old", "rust_model.ot": "old", "PYTORCH_MODEL.BIN": "old",
+        "pytorch_model.bin.index.json": "{}", "chat_template.jinja": "{{ x }}",
         "config.json": "{}",
     }  # fmt: skip
     for name, text in texts.items():
@@ -28,4 +29,5 @@ def test_all_but_weights_and_reports_is_carried_over_and_no_path_of_a_disk(tmp_p
     assert json.loads((target / "config.json").read_text()) == {"hidden_size": 8}
     assert json.loads((target / "tokenizer_config.json").read_text()) == {"name_or_path": "author/model"}
     assert (target / "tokenizer.json").read_text() == '{"theirs": 1}'
-    assert not (target / "model.safetensors").exists()
+    for name in ("model.safetensors", "weights.pkl", "rust_model.ot", "PYTORCH_MODEL.BIN"):
+        assert not (target / name).exists()

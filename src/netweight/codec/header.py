@@ -325,7 +325,7 @@ class Header:
     base_digest: bytes = b""
     """Digest of the base tensor that the blob stores differences from; empty if there is none."""
     checks: tuple[int, ...] = ()
-    """XXH3-64 of every chunk's numbers; version 1 has none."""
+    """The check of every chunk's numbers, made of rounds of AES; version 1 has none."""
 
     @property
     def numbers(self) -> int:

@@ -8,12 +8,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from netweight.core.lazy import extra
+from netweight.core.weight_endings import FOREIGN, PICKLES
 from netweight.errors import UsageError
 
 _ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
 # Weights in formats that are never read here, often larger than all the rest.
-_FOREIGN_WEIGHTS = ["*.h5", "*.msgpack", "*.ot", "*.onnx", "*.onnx_data", "*.gguf", "*.tflite"]
-_PICKLES = ["*.bin", "*.pt", "*.pth", "*.ckpt"]
+_FOREIGN_WEIGHTS = [f"*{ending}" for ending in FOREIGN]
+_PICKLES = [f"*{ending}" for ending in PICKLES]
 _SHOWN = 3  # files that a message names
 
 

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 from netweight.core.files import read_json
 from netweight.core.progress import silent_bars
+from netweight.core.weight_endings import WEIGHTS
 from netweight.report.card_sections import CARD, without_other_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Endings of files that hold weights, which a treatment writes anew.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# Endings of files with weights and of their indexes, which a treatment writes anew.
+_REPLACED = (*WEIGHTS, ".index.json")
 # Reports about the source, which say nothing of what a treatment made of it.
 _REPORTS = ("-report", "-reports", "attacks")
 _GENERATION = "generation_config.json"
@@ -46,7 +47,7 @@ def carry_over(source: str | Path, target: str | Path) -> list[str]:
         inside = file.relative_to(source)
         hidden = any(part.startswith(".") for part in inside.parts)
         report = any(part.endswith(_REPORTS) for part in inside.parts[:-1])
-        if not file.is_file() or hidden or report or file.name.endswith(_WEIGHTS):
+        if not file.is_file() or hidden or report or file.name.lower().endswith(_REPLACED):
             continue
         place = target / inside
         if place.exists() and not _of_tokenizer(file.name):

@@ -27,12 +27,13 @@ import torch
 from torch import Tensor
 
 from netweight.core.files import read_json
+from netweight.core.weight_endings import FOREIGN, PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.store.safetensors import KEY, read_header
 from netweight.store.torch_archive import refuse_inflated
 
 INDEX = "model_index.json"
-# The denoiser's folder is one of these.
+# The denoiser's folder is one of these, in pipelines with one denoiser, as all that are loaded here.
 DENOISERS = ("unet", "transformer")
 _STEMS = ("diffusion_pytorch_model", "pytorch_model", "model")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}")
@@ -40,9 +41,9 @@ _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-# Files in which other programs keep weights; nothing in them is edited here.
-_FOREIGN = (".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx", ".onnx_data", ".gguf", ".pb", ".mlmodelc")
-_SINGLE = (".safetensors", ".ckpt", ".pt", ".pth", ".gguf", ".bin")
+# Files in which other programs keep weights; nothing in them is edited here. Parts of pipelines may be .bin files.
+_OTHER_PROGRAMS = tuple(ending for ending in (*PICKLES, *FOREIGN) if ending != ".bin")
+_SINGLE = (".safetensors", *PICKLES, ".gguf")
 # Folders of tools, which hold copies of files; they are not part of a pipeline.
 TOOL_FOLDERS = (".git", ".cache", "__pycache__")
 _BLOCK = 1 << 22
@@ -504,7 +505,9 @@ def other_weights(folder: Path) -> list[Path]:
     """
     others = []
     for path in pipeline_files(folder):
-        foreign = path.suffix.lower() in _FOREIGN or path.name.startswith(("openvino_model", "flax_model", "tf_model"))
+        foreign = path.suffix.lower() in _OTHER_PROGRAMS or path.name.startswith(
+            ("openvino_model", "flax_model", "tf_model")
+        )
         at_the_top = len(path.parts) == 1 and path.suffix in (".safetensors", ".bin")
         if foreign or (at_the_top and path.name != "pytorch_lora_weights.safetensors"):
             others.append(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 from netweight.core.files import MOST_CONFIG, read_object
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.store.reader import INDEX_SUFFIX, weight_map
 from netweight.store.safetensors import is_pickle, read_header
@@ -19,7 +20,6 @@ from netweight.store.shards import refuse_missing_shards
 
 Kind = Literal["language model", "model", "pipeline", "weights", "adapter", "adapters", "federation"]
 
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 # The first bytes of files that hold weights in a form that is not read here → what they are, and the cure.
 _FOREIGN_STARTS = {
     b"GGUF": (
@@ -233,7 +233,7 @@ def _no_weights(folder: Path, config: dict[str, Any]) -> NetweightError:
                 f"{folder} contains {what} ({name}), but no safetensors files and no PyTorch checkpoints.",
                 cure="Save the weights as safetensors, and give that file.",
             )
-    damaged = [name for name in names if Path(name).suffix in _PICKLED and (folder / name).is_file()]
+    damaged = [name for name in names if Path(name).suffix.lower() in PICKLES and (folder / name).is_file()]
     if damaged:
         return CorruptBlob(
             f"{folder / damaged[0]} has the name of a PyTorch checkpoint but is not one.", cure="Fetch the file again."
@@ -281,7 +281,7 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
         else:
             files += chosen
             copies += [entry for entry in plain if entry not in chosen]
-        pickled = [entry for entry in entries if entry.suffix in _PICKLED and _looks_pickled(entry)]
+        pickled = [entry for entry in entries if entry.suffix.lower() in PICKLES and _looks_pickled(entry)]
         if own:
             copies += [entry for entry in pickled if entry.name.startswith(("pytorch_model", "diffusion_pytorch"))]
         else:
@@ -354,5 +354,5 @@ def labelled_below(folder: Path) -> list[Path]:
         folder: A folder of models or adapters.
     """
     entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    suffixes = (".safetensors", *_PICKLED, *_FOREIGN_NAMES, ".gguf", ".h5")
+    suffixes = (".safetensors", *PICKLES, *_FOREIGN_NAMES, ".gguf", ".h5")
     return [entry for entry in entries if entry.is_dir() or entry.suffix in suffixes]

@@ -14,6 +14,7 @@ from pydantic import Field
 from netweight.core.files import parse_json
 from netweight.core.lazy import extra
 from netweight.core.progress import Progress
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import NetweightError, UsageError
 from netweight.methods.compress.folder_format import MANIFEST
 from netweight.methods.compress.verify import verify
@@ -35,7 +36,7 @@ _STRAY = (
     "training_args.bin", "global_step*", "attacks.jsonl", "searches.jsonl", "ledger.jsonl", ".env", "*.log",
 )  # fmt: skip
 # Files that run code when they are opened.
-_RUNS_CODE = ("*.pkl", "*.pickle", "*.bin", "*.pt", "*.pth", "*.ckpt")
+_RUNS_CODE = (*(f"*{ending}" for ending in PICKLES), "*.joblib")
 _SHOWN = 5  # names in a reason
 _PLACE = re.compile(r"(?:/(?:home|Users|root|tmp|mnt|data|work|scratch|var)/|[A-Za-z]:\\)[^\s\"'`<>)]*")
 

@@ -80,7 +80,7 @@ def run_tour(
     models = out / MODELS
     if models.exists() and not (models / MARK).exists() and (not models.is_dir() or any(models.iterdir())):
         raise UsageError(
-            f"{models} was not written by the tour, which deletes this folder before it begins.",
+            f"{models} was not written by the tour, which deletes this folder when it ends.",
             cure="Choose another --out.",
         )
     make_folder(models)

@@ -53,6 +53,7 @@ from netweight.autoload import HINT
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core.files import MOST_INDEX, is_text, parse_json, read_object
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.quantized import quantization_of
 from netweight.methods.compress.settings import CompressSettings
@@ -371,7 +372,6 @@ def _json_bytes(values: dict[str, Any]) -> bytes:
 # ---- what becomes of each file, found out, with all problems, before anything is written -----------------------------
 
 Role = Literal["weights", "index", "config", "other"]
-_PICKLES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 # What trainers leave beside weights: pickles, but not weights. They are carried over as bytes and never opened.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*")
 
@@ -529,7 +529,7 @@ def _missing_shards(source: Path, files: Iterable[str], taken: Iterable[str]) ->
 
 
 def _is_pickled_weights(file: Path) -> bool:
-    if file.suffix.lower() not in _PICKLES or any(fnmatch(file.name, pattern) for pattern in _NOT_WEIGHTS):
+    if file.suffix.lower() not in PICKLES or any(fnmatch(file.name, pattern) for pattern in _NOT_WEIGHTS):
         return False
     with open(file, "rb") as content:
         return is_pickle(content.read(4096))

@@ -70,7 +70,7 @@ class Transport(Protocol):
         """Send each client of `trial.messages` its tensors and return the updates that came back.
 
         A reply that cannot be used is an update with a `fault`; a secure sum is one update with the clients' own,
-        without tensors, in `summed`.
+        without tensors, in `parts`.
         """
         ...
 

@@ -62,7 +62,7 @@ class Defense(Generic[S]):
     aligned = False
     """True if both sides of a batch must have one width."""
     trains = True
-    """True if there is anything to train; if not, `prepared` does all the work."""
+    """True if there is anything to train; if not, `preparation` does all the work."""
     looks_ahead = False
     """True if computing the loss takes gradients itself."""
     needs_kept = False

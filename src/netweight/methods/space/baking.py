@@ -23,6 +23,7 @@ from netweight.codec.header import torch_dtype
 from netweight.core.files import mode_of, refuse_existing, whole_file, whole_folder
 from netweight.core.lazy import lazy
 from netweight.core.progress import QUIET, Progress
+from netweight.core.weight_endings import WEIGHTS
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.model_modules import ModelModules, model_modules
 from netweight.methods.space.lora_files import NamedModel, with_model
@@ -50,8 +51,8 @@ MANIFEST = "netweight.json"
 """The file that a compressed folder has."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _ABSURD = 1e30  # far below the largest number of bf16 and fp32, far above every weight
-# Endings of files that contain weights of a model in another format or data type.
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".index.json")
+# Endings of files with weights of a model in another format or data type, and of their indexes.
+_STALE = (*WEIGHTS, ".index.json")
 
 
 @final
@@ -150,7 +151,9 @@ def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -
     changing = {model, *(file.parent for file in baking.files)}
     if folders == [model]:  # a plain model; its modules of sentence-transformers lie in numbered folders
         changing |= {file.parent for file in files if not re.match(r"\d+_", file.relative_to(model).parts[0])}
-    stale = [file for file in files if file not in weights and file.name.endswith(_WEIGHTS) and file.parent in changing]
+    stale = [
+        file for file in files if file not in weights and file.name.lower().endswith(_STALE) and file.parent in changing
+    ]
     stale = [file for file in stale if not _is_index_of(file, weights)]
     total = sum(file.stat().st_size for file in files)
     with whole_folder(path) as target, progress.task("Baking", total) as task:

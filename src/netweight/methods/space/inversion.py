@@ -26,14 +26,13 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.adapters import switching
+from netweight.hf.pipeline_files import DENOISERS
 from netweight.job import Job
 from netweight.methods.space.edits import Delay
 from netweight.methods.space.points import NamedPoints, scores_digest
 from netweight.methods.space.settings import InversionSettings
 from netweight.nn.apply_lora import applied
 from netweight.nn.text_to_image import OpenTextToImage, Prediction, TextToImage, denoised
-
-_DENOISERS = ("unet", "transformer")  # parts of a pipeline that are one
 
 
 class Space(Protocol):
@@ -468,7 +467,7 @@ def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str,
     renamed = {}
     for name, change in changes.items():
         part, _, rest = name.partition(".")
-        if name not in own and part not in _DENOISERS:
+        if name not in own and part not in DENOISERS:
             raise Unsupported(
                 f"The space changes {name}, which is not a module of the denoiser.",
                 cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",

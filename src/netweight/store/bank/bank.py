@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, final
 from netweight.core.files import digest_config, digest_file, is_text, part_of, refuse_existing
 from netweight.core.names import Select, nearest_names
 from netweight.core.progress import QUIET, Progress
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, NetweightError, OutputFailed, UsageError
 from netweight.store.bank.shards import (
     RECORD,
@@ -32,10 +33,10 @@ from netweight.store.bank.shards import (
 )
 from netweight.store.lora_formats import peft_settings as peft
 from netweight.store.lora_formats.base_names import base_key, is_hub_name
-from netweight.store.lora_formats.identify import AUTHORS, COMPONENTS
+from netweight.store.lora_formats.identify import AUTHORS, COMPONENTS, DENOISERS
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.other_kinds import Conversion
-from netweight.store.lora_formats.parts import PICKLES, AdapterPlan
+from netweight.store.lora_formats.parts import AdapterPlan
 from netweight.store.lora_formats.reading import load_converted, plan_adapter, refuse_vectors
 from netweight.store.safetensors import read_header
 
@@ -47,8 +48,8 @@ _UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused 
 _FACTOR = re.compile(r"lora|hada_|lokr_|\.diff")
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
-# A model has one of these components.
-_DENOISERS = {"unet", "transformer", AUTHORS}
+# A model has denoisers of one kind; that of two stages has `transformer` and `transformer_2`.
+_DENOISER_KINDS = {AUTHORS: AUTHORS, **{name: name.removesuffix("_2") for name in DENOISERS}}
 
 
 @final
@@ -580,7 +581,8 @@ def _fits(
     `said`: whether they name the others' base; then they may change other parts of it, in one spelling.
     """
     shared = [(name, shape) for name, shape in kind.shapes if name in shapes]
-    denoisers = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))} & _DENOISERS
+    components = {name.partition(".")[0] for name in (*shapes, *dict(kind.shapes))}
+    denoisers = {_DENOISER_KINDS[name] for name in components if name in _DENOISER_KINDS}
     if not shared and not (said and len(denoisers) < 2):
         return f"does not change any module that the others change, but {kind.shapes[0][0]} and others"
     own = dict(kind.kernels)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
 from netweight.core.files import read_object
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import NameNotFound
-from netweight.store.lora_formats.identify import COMPONENTS, component_of, identify
+from netweight.store.lora_formats.identify import COMPONENTS, DENOISERS, component_of, identify
 from netweight.store.lora_formats.model_names import other_spellings
 from netweight.store.lora_formats.naming import Naming, Piece, namings
 from netweight.store.lora_formats.quantized import dequantized, is_scale, refuse_codes
@@ -31,7 +32,6 @@ _WITHIN = (
     ("text_encoders.clip_l.transformer.", "text_encoder"), ("text_encoders.clip_g.transformer.", "text_encoder_2"),
     ("text_encoders.t5xxl.transformer.", "text_encoder_3"), ("first_stage_model.", "vae"), ("vae.", "vae"),
 )  # fmt: skip
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _DENOISER = "model.diffusion_model."
 # GPT-2's Conv1D stores (inputs, outputs); these names are known where no config says so.
 CONV1D = re.compile(r"(^|.*\.)h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
@@ -217,7 +217,7 @@ class BaseWeights:
     ) -> dict[str, tuple[Piece, ...]]:
         """The parameters that each tensor holds."""
         config = _config(path)
-        if "_class_name" in config or component in ("unet", "transformer", "transformer_2"):
+        if "_class_name" in config or component in DENOISERS:
             cls = config.get("_class_name")
             self.naming = self.naming or next((each for each in namings() if each.cls == cls and cls), None)
             own = component or ("unet" if str(cls).startswith("UNet") else "transformer")
@@ -284,7 +284,7 @@ def open_weights(path: Path) -> Store:
                 return open_store(path / f"{name}{ending}")
     if path.is_dir() and not any(path.glob("*.safetensors")):
         for file in sorted(path.iterdir()):
-            if file.suffix in _PICKLES:
+            if file.suffix.lower() in PICKLES:
                 # The error of the reader names the cure.
                 return open_store(file)
     return open_store(path)

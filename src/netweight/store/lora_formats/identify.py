@@ -22,6 +22,8 @@ Spelling = Literal["kohya", "comfyui", "diffusers", "peft"]
 
 AUTHORS = "diffusion_model"
 """The component of a module of a diffusion model in no table, under the name that its authors gave it."""
+DENOISERS = ("unet", "transformer", "transformer_2")
+"""The components that denoise, under their names in diffusers; a model of two stages has the last two."""
 ARCHITECTURE = "netweight.architecture"
 """In files that we write in the authors' names: the table that they were written by."""
 COMPONENTS = (
@@ -39,12 +41,12 @@ _FLAT_ENCODERS = {"lora_te_": 1, "lora_te1_": 1, "lora_te2_": 2, "lora_te3_": 3}
 _FLAT_DENOISERS = ("lora_unet_", "lora_transformer_", "lora_dit_", "lycoris_")
 _DOTTED_ENCODERS = {"clip_l": 1, "clip_g": 2, "t5xxl": 3}
 _DOTTED_ENCODER = re.compile(r"(?:text_encoders\.)?(clip_l|clip_g|t5xxl)\.(?:transformer\.)?(.+)")
-_DENOISERS = (
+_DENOISER_PREFIXES = (
     "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "unet.", "pipe.dit.", "dit.",
     "conditional_transformer.", "module.", "net.",
 )  # fmt: skip
 _NOTED = 1000  # points of a table that the trainer's note in the header names
-_COMPONENTS = ("transformer_2.", "transformer.", "unet.")
+_OF_DENOISERS = tuple(f"{name}." for name in reversed(DENOISERS))
 # Names of layers that transformers' language models share with some diffusion models.
 _BODY = (
     r"transformer\.(h|encoder|wte|wpe|word_embeddings)\b.*"
@@ -201,11 +203,7 @@ def identify(
 
 def identify_modules(shapes: Mapping[str, tuple[int, int]], naming: Naming | None = None) -> Naming | None:
     """The architecture of an adapter whose modules are called as in diffusers, with components; None if unknown."""
-    denoiser = {
-        name: shape
-        for name, shape in shapes.items()
-        if component_of(name)[0] in ("unet", "transformer", "transformer_2")
-    }
+    denoiser = {name: shape for name, shape in shapes.items() if component_of(name)[0] in DENOISERS}
     return identify(denoiser, Path("adapter"), naming=naming).naming if denoiser else None
 
 
@@ -234,16 +232,16 @@ def _read(name: str, component: str | None) -> _Written:
         own = plain.removeprefix(f"{component}.")
         return _Written(name, (own,), encoder=encoder, component=component, denoises=True, spelling="diffusers")
     names, start = [plain], ""
-    while following := next((each for each in _DENOISERS if names[-1].startswith(each)), None):
+    while following := next((each for each in _DENOISER_PREFIXES if names[-1].startswith(each)), None):
         names.append(names[-1].removeprefix(following))
         start = start or following
-        if following in _COMPONENTS:
+        if following in _OF_DENOISERS:
             break  # what follows a component is a module's own name, whatever it begins with
     # Language models call their body `transformer`, too, and wrappers call what they hold `module`.
     says = start not in ("", "module.", "net.") and not (start == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
     spelling: Spelling = "peft"
     if says:
-        spelling = "diffusers" if start in _COMPONENTS else "comfyui"
+        spelling = "diffusers" if start in _OF_DENOISERS else "comfyui"
     own = "transformer_2" if start == "transformer_2." else ""
     kind = {"unet.": "unet", "transformer.": "transformer", "transformer_2.": "transformer"}.get(
         start if says else "", ""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
 
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.naming import Naming
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 Layout = Literal["diffusers", "peft", "kohya", "comfyui"]
 """Whose files: diffusers', peft's, kohya's flattened names, or the authors' names as ComfyUI reads them."""
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Endings of files that are pickles."""
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _TURNED: Mapping[Role, Role] = {"lora_a": "down", "lora_b": "up"}  # mlx-lm's, which are the other way round

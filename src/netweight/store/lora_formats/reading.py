@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.nn.lora import Adapter, LowRank, Truncation
 from netweight.store.lora_formats import metadata as headers
@@ -22,7 +23,6 @@ from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, Piece
 from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, Conversion, refuse_kinds
 from netweight.store.lora_formats.parts import (
-    PICKLES,
     AdapterPlan,
     Part,
     VectorPart,

@@ -24,6 +24,7 @@ from netweight.store.lora_formats.identify import (
     ARCHITECTURE,
     AUTHORS,
     COMPONENTS,
+    DENOISERS,
     component_of,
     identify,
     identify_modules,
@@ -38,7 +39,6 @@ from netweight.store.lora_formats.targets import EMBEDDING, expert_of, experts_j
 if TYPE_CHECKING:
     from torch import Tensor
 
-_DENOISERS = ("unet", "transformer", "transformer_2")
 _ENCODERS = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"}
 _ENDS = {"weight": "diff", "bias": "diff_b", "modulation": "diff_m"}
 # Largest error of the change as it is read back, as a share of the change.
@@ -177,7 +177,7 @@ def _in_names_of_diffusers(adapter: Adapter, naming: Naming | None) -> tuple[Ada
     own = {name: change.shape for name, change in adapter.factors.items() if component_of(name)[0] == AUTHORS}
     if naming is not None:
         own = {name: shape for name, shape in own.items() if naming.match(component_of(name)[1]) is not None}
-    elif any(component_of(name)[0] in _DENOISERS for name in adapter.factors):
+    elif any(component_of(name)[0] in DENOISERS for name in adapter.factors):
         own = {}  # those that are left are in no table
     if not own:
         return adapter, naming
@@ -223,7 +223,7 @@ def certain_naming(plan: AdapterPlan, layout: Layout) -> Naming | None:
 def layout_like(plan: AdapterPlan, adapter: Adapter, path: Path) -> Layout:
     """The layout for what is made of a file: its own for another file; for a folder, peft's or diffusers'."""
     if path.suffix == ".safetensors" and plan.layout != "peft":
-        unknown = plan.naming is None and any(component_of(name)[0] in _DENOISERS for name in adapter.factors)
+        unknown = plan.naming is None and any(component_of(name)[0] in DENOISERS for name in adapter.factors)
         return "diffusers" if unknown and plan.layout == "kohya" else plan.layout
     if plan.layout == "peft" and path.suffix != ".safetensors":
         return "peft"
@@ -387,7 +387,7 @@ def _naming_for(adapter: Adapter, layout: Layout) -> Naming | None:
     """The names of an adapter's architecture, which kohya's and ComfyUI's layouts need."""
     shapes = {name: change.shape for name, change in adapter.factors.items()}
     naming = identify_modules(shapes)
-    if naming is None and (own := [name for name in shapes if component_of(name)[0] in _DENOISERS]):
+    if naming is None and (own := [name for name in shapes if component_of(name)[0] in DENOISERS]):
         raise UsageError(
             f"{own[0]} is not in any table of names, so the name that its authors use is not known.",
             cure=f"Choose --layout diffusers, or name the architecture (--model NAME) for --layout {layout}.",
@@ -453,7 +453,7 @@ def _written(component: str, rest: str, naming: Naming | None, *, flattened: boo
         start = {"clip_l": "lora_te1_", "clip_g": "lora_te2_", "t5xxl": "lora_te3_"}[kind]
         single = kind == "clip_l" and not several and (naming is None or naming.key == "stable-diffusion")
         return f"{'lora_te_' if single else start}{flat(rest)}"
-    if component not in (*_DENOISERS, AUTHORS):
+    if component not in (*DENOISERS, AUTHORS):
         raise UsageError(
             f"Module {rest!r} of component {component!r} has no name in this layout.",
             cure="Choose --layout diffusers, or --layout peft for a plain model.",
