@@ -17,7 +17,7 @@ from click.testing import CliRunner  # noqa: E402
 from netweight import cli  # noqa: E402
 
 QUICKER = {
-    "--images 1": "--no-audit --epochs 1",
+    "--updates 1": "--no-audit --epochs 1",
     "--retain retain.jsonl": "--retain retain.jsonl --epochs 1",
     "--max-steps 40": "--max-steps 2 --threshold 0.5 --seeds 1",
 }

@@ -18,7 +18,7 @@ from netweight.methods.federate.folder import FederationPlan
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
 SMALL = [
-    "--clients", "5", "--rounds", "2", "--images", "1", "--epochs", "1", "--set", "search_steps=4",
+    "--clients", "5", "--rounds", "2", "--updates", "1", "--epochs", "1", "--set", "search_steps=4",
     "--model", "tiny_networks:halves",
 ]  # fmt: skip
 
@@ -77,7 +77,7 @@ def test_a_folder_without_images_is_refused_before_anything_is_written(tmp_path:
 
 
 def test_an_audit_attacks_what_was_trained(folder: Path) -> None:
-    answer = run("audit", str(folder), "--images", "1", "--threat", "1x1", "--search-steps", "4", "--json")
+    answer = run("audit", str(folder), "--updates", "1", "--threat", "1x1", "--search-steps", "4", "--json")
     assert answer.exit_code in (0, cli.FINDING_FAILED), answer.output
     names = [finding["name"] for finding in json.loads(answer.stdout)["findings"]]
     assert "gradient recovered, 1 step of batch 1" in names

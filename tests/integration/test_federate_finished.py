@@ -115,7 +115,7 @@ def test_a_flower_run_is_reported_audited_and_exported(server: Path, tmp_path: P
     mean = next(value for name, value in saved.private[0].items() if name.endswith("running_mean"))
     assert torch.equal(body.state_dict()["2.running_mean"], mean)
     assert mean.any()
-    told = call("federate", "audit", server, *app[:2], "--images", "1", "--threat", "2x1", "--search-steps", "5")
+    told = call("federate", "audit", server, *app[:2], "--updates", "1", "--threat", "2x1", "--search-steps", "5")
     assert told.exit_code in (0, 1), told.output
     assert "processor seconds an update" in " ".join(told.output.split())
 

@@ -17,7 +17,7 @@ from netweight.report.report import read_report
 
 SHIPPED = Path(__file__).parents[2] / "src" / "netweight" / "recipes" / "federate.yaml"
 SMALL = (
-    "{method: hyperfl, clients: 3, rounds: 2, epochs: 1, images: 1, search_steps: 4, workers: 1, "
+    "{method: hyperfl, clients: 3, rounds: 2, epochs: 1, updates: 1, search_steps: 4, workers: 1, "
     'model: "tiny_networks:halves"}'
 )
 

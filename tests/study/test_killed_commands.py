@@ -67,8 +67,8 @@ _SEARCH = "--steps 2 --draws 2 --restarts 1 --images 2 --guidance 1 --generation
 _ATTACK = "--grid quick --lr 3e-3 --seeds 1 --max-steps 8 --check-every 2 --batch-size 8"
 # Name → the command, and the folder among the inputs as a copy of which its `{out}` begins.
 COMMANDS = {
-    "federate run": f"federate run {_FEDERATION} --images 1 --set search_steps=4 --out {{out}}",
-    "federate audit": "federate audit {out} --threat 1x1+first --threat 4x1 --images 2 --search-steps 8",
+    "federate run": f"federate run {_FEDERATION} --updates 1 --set search_steps=4 --out {{out}}",
+    "federate audit": "federate audit {out} --threat 1x1+first --threat 4x1 --updates 2 --search-steps 8",
     "gradient inversion": "attack gradient-inversion victim/update.safetensors --model victim_model:make --shape "
     "2,1,8,8 --labels 1,3 --steps 60 --restarts 2 --reference victim/images.safetensors --out {out}",
     "gradient inversion by dlg": "attack gradient-inversion victim/update.safetensors --model victim_model:make "

@@ -25,7 +25,7 @@ USES = {
         "immunize my-model defended --pairs pairs.jsonl --retain retain.jsonl",
         "attack finetune defended --base my-model --harmful harmful.jsonl --grid single --max-steps 8 --out attack",
     ),
-    "federate": ("federate run --clients 3 --rounds 1 --images 1 --epochs 1 --out federation",),
+    "federate": ("federate run --clients 3 --rounds 1 --updates 1 --epochs 1 --out federation",),
     "forget": (
         "forget apply my-pipeline forgotten --targets targets.csv --ordinary ordinary.txt",
         "attack embedding forgotten --base my-pipeline --targets targets.csv --steps 2 --out search",

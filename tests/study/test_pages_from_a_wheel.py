@@ -60,7 +60,7 @@ save_file({name: value * 1.001 for name, value in load_file(file).items()}, file
     ),
     "docs/label": Page(
         _ROWS + "cp ordinary.txt prompts.txt\n"
-        "netweight federate run --clients 3 --rounds 1 --images 1 --epochs 1 --no-audit --out federation\n"
+        "netweight federate run --clients 3 --rounds 1 --updates 1 --epochs 1 --no-audit --out federation\n"
         'ln -s "$(python -c "from netweight.toys import minilm; print(minilm.folder())")" all-minilm\n',
         {"--minutes 30": "--minutes 2"},
     ),

@@ -64,7 +64,7 @@ def run() -> Run:
 
 
 def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
-    found = attacked(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     sent = [cosine for cosine in found.cosines if cosine != 0]  # a client that is certain has no gradient
     assert len(sent) >= 3
     assert min(sent) > 0.999
@@ -75,20 +75,20 @@ def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
 
 def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     whole = train(picture_task(), dataclasses.replace(METHOD, private_head=False), Federation(rounds=2))
-    found = attacked(whole, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(whole, ONE_STEP, updates=5, summed_over=6, seed=1)
     sent = [cosine for cosine in found.cosines if cosine != 0]
     assert len(sent) >= 3
     assert min(sent) > 0.999
-    summed = attacked(whole, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
+    summed = attacked(whole, dataclasses.replace(ONE_STEP, summed_over=6), updates=5, summed_over=6, seed=1)
     assert summed.cosines == pytest.approx(summed.aggregate)
     malicious = ThreatModel(batch_size=4, server="imprint")
-    assert attacked(whole, malicious, images=5, summed_over=6, seed=1).psnr
+    assert attacked(whole, malicious, updates=5, summed_over=6, seed=1).psnr
     careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, refusal=RefusalLimits()))
-    assert "takes no part" in attacked(careful, malicious, images=5, summed_over=6, seed=1).verdict[1]
+    assert "takes no part" in attacked(careful, malicious, updates=5, summed_over=6, seed=1).verdict[1]
 
 
 def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> None:
-    found = attacked(run, dataclasses.replace(ONE_STEP, summed_over=6), images=5, summed_over=6, seed=1)
+    found = attacked(run, dataclasses.replace(ONE_STEP, summed_over=6), updates=5, summed_over=6, seed=1)
     assert found.cosines == pytest.approx(found.aggregate)
     assert "reveals no more" in found.verdict[1]
 
@@ -96,21 +96,21 @@ def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> No
 def test_noise_hides_the_gradient() -> None:
     task = picture_task()
     noisy = train(task, HardenedMethod(METHOD, noise=UpdateNoise(clip=1.0, multiplier=0.3)), Federation(rounds=1))
-    found = attacked(noisy, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(noisy, ONE_STEP, updates=5, summed_over=6, seed=1)
     assert max(map(abs, found.cosines)) < 0.5
 
 
 def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytest.LogCaptureFixture) -> None:
     malicious = ThreatModel(batch_size=4, server="imprint")
-    plain = attacked(run, malicious, images=5, summed_over=6, seed=1)
+    plain = attacked(run, malicious, updates=5, summed_over=6, seed=1)
     assert plain.psnr
     careful = dataclasses.replace(run, method=HardenedMethod(METHOD, refusal=RefusalLimits()))
-    refused = attacked(careful, malicious, images=5, summed_over=6, seed=1)
+    refused = attacked(careful, malicious, updates=5, summed_over=6, seed=1)
     assert not refused.cosines
     assert "takes no part" in refused.verdict[1]
     assert "takes no part" in caplog.text
     stubborn = dataclasses.replace(run, method=HardenedMethod(METHOD, minimum_steps=6))
-    assert "takes no part" in attacked(stubborn, ONE_STEP, images=5, summed_over=6, seed=1).verdict[1]
+    assert "takes no part" in attacked(stubborn, ONE_STEP, updates=5, summed_over=6, seed=1).verdict[1]
 
 
 @pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
@@ -123,7 +123,7 @@ def test_honest_rounds_are_not_refused(private_head: bool, lonely: float) -> Non
 
 def test_federated_averaging_with_a_private_head_leaks_too() -> None:
     run = train(picture_task(), fedavg_private_head(LocalTraining(epochs=1, batch_size=4)), Federation(rounds=1))
-    found = attacked(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     assert min(found.cosines) > 0.99
 
 
@@ -133,7 +133,7 @@ def test_the_own_schedule_is_that_of_the_smallest_client(run: Run) -> None:
 
 def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None:
     assert set(audits_of("federate")) == {"accuracy", "server attack"}
-    config = AuditConfig(threats=(ONE_STEP,), images=5, summed_over=6, search=QUICK)
+    config = AuditConfig(threats=(ONE_STEP,), updates=5, summed_over=6, search=QUICK)
     found = run_audits("federate", run, config, seed=3)
     assert {finding.name for finding in found["accuracy"].findings} >= {"clients left out of rounds"}
     names = [finding.name for finding in found["server attack"].findings]
@@ -168,10 +168,10 @@ def test_bodies_that_are_no_chains_are_searched_and_large_sums_reported_without_
     task = picture_task()
     body = nn.Sequential(nn.Flatten(), nn.Linear(144, 16), nn.Tanh())
     run = train(Task(body, task.head, task.data), METHOD, Federation(rounds=1))
-    found = attacked(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     assert set(found.image_attacks) == {"matching, classifier unknown"}
     threat = ThreatModel(batch_size=3, first_round=True, summed_over=6)
-    many = attacked(run, threat, images=5, summed_over=6, seed=1)
+    many = attacked(run, threat, updates=5, summed_over=6, seed=1)
     assert not many.psnr
     assert "18 images are not searched together" in many.why_no_images
     value = next(f for f in exposure_findings([many], seed=1) if f.name.startswith("PSNR"))
@@ -182,7 +182,7 @@ def test_whole_batches_of_an_honest_server_are_searched() -> None:
     """The audit is as near as the library's own search on the same update, and its verdict names attacks and time."""
     run = train(picture_task(), fedavg(LocalTraining(epochs=1, lr=0.05, batch_size=4)), Federation(rounds=1))
     threat, config = ThreatModel(batch_size=4, first_round=True), MatchingConfig(steps=300)
-    found = exposure(run, threat, images=1, summed_over=6, seed=1, search=Search(matching=config))
+    found = exposure(run, threat, updates=1, summed_over=6, seed=1, search=Search(matching=config))
     assert {"peeling", "matching"} <= set(found.image_attacks)
     (seen,) = observe(run, threat, [0], seed=1)
     read = read_update(run, seen.message, seen.answer())
@@ -199,7 +199,7 @@ def test_whole_batches_of_an_honest_server_are_searched() -> None:
 
 
 def test_no_image_comes_out_is_said_only_where_every_attack_was_searched(run: Run) -> None:
-    found = attacked(run, ONE_STEP, images=5, summed_over=6, seed=1)
+    found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     low = dataclasses.replace(found, psnr=(5.0, 5.1, 5.2, 5.0, 5.1), random_psnr=(9.0,) * 5, average_psnr=(9.5,) * 5)
     assert "what they return is worse than a guess (" in low.verdict[1]
     for less in (
@@ -219,7 +219,7 @@ def test_what_cannot_be_attacked_is_refused(run: Run) -> None:
     with pytest.raises(UsageError, match="cannot be summed"):
         observe(run, ThreatModel(summed_over=9), [0, 1], seed=1)
     alone = train(picture_task(), local_only(LocalTraining(epochs=1)), Federation(rounds=1))
-    assert "shares nothing" in attacked(alone, ONE_STEP, images=5, summed_over=6, seed=1).verdict[1]
+    assert "shares nothing" in attacked(alone, ONE_STEP, updates=5, summed_over=6, seed=1).verdict[1]
 
 
 def test_update_noise_has_the_stated_size_and_clip() -> None:
@@ -256,7 +256,7 @@ def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(c
 def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds(run: Run) -> None:
     for changes in ({"knows_embeddings": True}, {"server": "thresholds"}):
         threat = dataclasses.replace(ONE_STEP, summed_over=6, **changes)
-        found = attacked(run, threat, images=5, summed_over=6, seed=1)
+        found = attacked(run, threat, updates=5, summed_over=6, seed=1)
         sent = [cosine for cosine in found.cosines if cosine != 0]
         assert sum(sent) / len(sent) > 0.9
         assert found.attack in ("matched filter", "thresholds")
@@ -268,7 +268,7 @@ def test_a_server_that_fishes_for_one_class_gets_an_image_out_of_a_batch() -> No
     for method in (named_method("fedavg"), named_method("hyperfl-whole")):
         done = train(Task(task.body, nn.Linear(16, 4), data), method, Federation(rounds=1))
         honest, fished = (
-            attacked(done, ThreatModel(8, server=server), images=5, summed_over=6, seed=1)
+            attacked(done, ThreatModel(8, server=server), updates=5, summed_over=6, seed=1)
             for server in ("honest", "fishing")
         )
         assert sum(fished.psnr) > sum(honest.psnr) + 5 * 3.0
@@ -276,7 +276,7 @@ def test_a_server_that_fishes_for_one_class_gets_an_image_out_of_a_batch() -> No
 
 
 def test_nobody_fishes_where_the_classifier_stays_with_the_client(run: Run) -> None:
-    found = attacked(run, ThreatModel(batch_size=4, server="fishing"), images=5, summed_over=6, seed=1)
+    found = attacked(run, ThreatModel(batch_size=4, server="fishing"), updates=5, summed_over=6, seed=1)
     assert "has nothing to change" in found.why_no_images
 
 
@@ -316,7 +316,7 @@ def test_text_is_read_off_one_step_of_a_transformer() -> None:
     task = Task(SmallTransformer(), nn.Linear(16, 2), [sentences(client) for client in range(5)])
     for method in (named_method("fedavg"), named_method("hyperfl-body")):
         done = train(task, method, Federation(rounds=1))
-        found = attacked(done, ThreatModel(first_round=True), images=5, summed_over=5, seed=1)
+        found = attacked(done, ThreatModel(first_round=True), updates=5, summed_over=5, seed=1)
         assert found.tokens == (1.0,) * 5
         assert max(found.frequent) < 0.5
         assert found.verdict[1].endswith("its text can be read.")
@@ -329,7 +329,7 @@ def test_the_text_of_a_sum_of_clients_is_not_read() -> None:
     torch.manual_seed(0)
     task = Task(SmallTransformer(), nn.Linear(16, 2), [sentences(client) for client in range(5)])
     done = train(task, named_method("fedavg"), Federation(rounds=1))
-    found = attacked(done, ThreatModel(first_round=True, summed_over=5), images=5, summed_over=5, seed=1)
+    found = attacked(done, ThreatModel(first_round=True, summed_over=5), updates=5, summed_over=5, seed=1)
     assert sum(found.tokens) / 5 < 0.5
 
 

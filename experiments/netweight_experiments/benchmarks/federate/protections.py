@@ -71,7 +71,7 @@ def attacked(data, changes, threat, images, seed):
     method = plan.make_method(task)
     private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
     run = Run(task, method, method.start(task, seed=plan.seed), private, (), plan.seed)
-    found = exposure(run, ThreatModel(**threat), images=images, summed_over=len(task.clients), seed=seed)
+    found = exposure(run, ThreatModel(**threat), updates=images, summed_over=len(task.clients), seed=seed)
     kept = ("cosines", "aggregate", "psnr", "ssim", "average_psnr", "random_psnr")
     values = {name: list(getattr(found, name)) for name in kept}
     findings = [one.to_json() for one in exposure_findings([found], seed=seed)]

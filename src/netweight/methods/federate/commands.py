@@ -54,7 +54,7 @@ def run(settings: FolderFederation, context: Context, source: str, destination: 
     )  # fmt: skip
     plan.save(destination)
     config = (
-        AuditConfig((ThreatModel(first_round=True),), images=settings.images, search=_search(settings))
+        AuditConfig((ThreatModel(first_round=True),), updates=settings.updates, search=_search(settings))
         if audit
         else None
     )
@@ -69,7 +69,7 @@ def audit(settings: FederationAudit, context: Context, folder: Path) -> Result:
     else:
         plan, done = FederationPlan.load(folder), open_run(folder)
         title = f"Federation: {plan.method} on {plan.data}"
-    config = AuditConfig(images=settings.images, further=True, search=_search(settings))
+    config = AuditConfig(updates=settings.updates, further=True, search=_search(settings))
     if settings.threats:
         config = replace(config, threats=tuple(map(_threat, settings.threats)), further=False)
     about = {} if is_flower(folder) else {"plan": FederationPlan.load(folder).to_json()}

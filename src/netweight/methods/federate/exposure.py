@@ -55,8 +55,8 @@ class AuditConfig:
     """Threat models beside the run's own schedule."""
     further: bool = False
     """True to attack secure sums and noisy updates as well, if the method allows them."""
-    images: int = 16
-    """Images that are reconstructed per threat model; intervals need at least 5."""
+    updates: int = 16
+    """Number of updates that are attacked in each threat model. An interval needs at least 5."""
     search: Search | None = None
     """Length of the attacks' searches; None for their defaults."""
     summed_over: int = 20
@@ -180,10 +180,10 @@ _VERDICT = Conclusion(
 
 
 def exposure(
-    run: Run, threat: ThreatModel, *, images: int, summed_over: int, seed: int, is_own: bool = False,
+    run: Run, threat: ThreatModel, *, updates: int, summed_over: int, seed: int, is_own: bool = False,
     gradients: int = 0, search: Search | None = None, work: shown.Task | None = None,
 ) -> Exposure:  # fmt: skip
-    """Attack several clients under one threat model: all of their gradients, at least `gradients`, and some images."""
+    """Attack `updates` updates under one threat model; compute the gradients of at least `gradients` updates."""
     low, high = _pixel_range(run)
     texts: list[tuple[float, float]] = []
 
@@ -198,7 +198,7 @@ def exposure(
     left_out: dict[str, None] = {}
     why = ""
     try:
-        observed = list(_observations(run, threat, max(images, gradients), summed_over, seed))
+        observed = list(_observations(run, threat, max(updates, gradients), summed_over, seed))
     except Unsupported as reason:
         return Exposure(threat, is_own, (), (), (), why_no_images=str(reason))
     readings, gradients_by_attack = zip(
@@ -213,7 +213,7 @@ def exposure(
             cosine(recovered.first, observation.gradient), cosine(-recovered.gradient, observation.movement),
             cosine(published[draw][anyway], observation.gradient),
         ))  # fmt: skip
-        if draw >= images:
+        if draw >= updates:
             continue
         try:
             if not observation.images.is_floating_point():
@@ -355,9 +355,9 @@ def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: P
 
     Args:
         run: A trained federation.
-        config: Threat models beside the run's own schedule, and how many images are attacked under each.
+        config: Threat models beside the run's own schedule, and the number of updates to attack in each.
         seed: Seed of the choice of images and of the attacks.
-        progress: Where to tell how far the work is.
+        progress: Where the progress is reported.
 
     Returns:
         One exposure per threat model, that of the run's own schedule first; `add_sections` shows them in a report.
@@ -366,9 +366,9 @@ def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: P
     others = [*config.threats, *_further(run)] if config.further else config.threats
     threats = [(own, True), *((threat, False) for threat in others if threat != own)]
     about: Any = {
-        "images": config.images, "summed_over": config.summed_over, "seed": seed, "search": config.search,
+        "updates": config.updates, "summed_over": config.summed_over, "seed": seed, "search": config.search,
     }  # fmt: skip
-    with progress.task("attacked updates", total=len(threats) * config.images, unit="updates") as work:
+    with progress.task("attacked updates", total=len(threats) * config.updates, unit="updates") as work:
         return [exposure(run, threat, is_own=is_own, work=work, **about) for threat, is_own in threats]
 
 

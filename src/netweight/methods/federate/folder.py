@@ -165,12 +165,12 @@ class FolderFederation(_Request):
         "Privacy": ("epsilon", "delta", "noise_multiplier", "noise", "clip", "refuse"),
         "Malicious clients": ("lie", "liars"),
         "This machine": ("workers", "device"),
-        "Audit": ("images", "search_steps"),
+        "Audit": ("updates", "search_steps"),
     }  # fmt: skip
 
     workers: int | None = Field(default=None, ge=1, description="Threads; by default one for each core.")
     device: str = Field(default="cpu", description="Device of the training: cpu or cuda.")
-    images: int = Field(default=5, ge=1, description="Updates that the audit attacks in each threat model.")
+    updates: int = Field(default=5, ge=1, description="Number of updates to attack in each threat model.")
     search_steps: Annotated[int, Cli(own=False)] = Field(
         default=600,
         ge=1,
@@ -186,7 +186,7 @@ class FolderFederation(_Request):
 class FederationAudit(Settings):
     """Settings of an audit: the updates that are attacked, and the servers that attack."""
 
-    images: int = Field(default=16, ge=1, description="Updates that are attacked in each threat model.")
+    updates: int = Field(default=16, ge=1, description="Number of updates to attack in each threat model.")
     search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a batch of images.")
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),

@@ -46,7 +46,7 @@ class ServerAttack(Settings):
         None,
         description="A further method that is trained on the same data and attacked in the same way, such as fedavg.",
     )
-    images: int = Field(5, ge=1, description="Clients whose updates are attacked; intervals need 5.")
+    updates: int = Field(5, ge=1, description="Number of updates to attack. A 95 % interval needs at least 5.")
     noise: float = Field(0.01, ge=0, description="Noise that is tried, as a multiple of the norm; 0 leaves it out.")
     clip: float = Field(1.0, gt=0, description="Norm that updates are clipped to where there is noise.")
     summed_over: int = Field(10, ge=1, description="Clients of the secure sum that is tried; 1 leaves it out.")
@@ -77,10 +77,10 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     if settings.beside is not None:
         runs[settings.beside] = _beside(target.model, settings.beside, target.output / "server-beside", progress)
     step = ThreatModel(first_round=True)
-    looks = {each: (one, step, settings.images) for each, one in runs.items()}
+    looks = {each: (one, step, settings.updates) for each, one in runs.items()}
     if settings.noise:
         noisy = replace(run, method=HardenedMethod(run.method, UpdateNoise(settings.clip, settings.noise)))
-        looks[f"{name}, noise added"] = (noisy, step, settings.images)
+        looks[f"{name}, noise added"] = (noisy, step, settings.updates)
     many = min(settings.summed_over, len(run.task.clients))
     lied = f"{name}, in a secure sum, malicious server"
     if many > 1:
@@ -95,7 +95,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:
         exposures = {
             each: exposure(
-                one, threat, images=count, gradients=threat.summed_over, summed_over=len(run.task.clients), seed=seed,
+                one, threat, updates=count, gradients=threat.summed_over, summed_over=len(run.task.clients), seed=seed,
                 search=search, work=work,
             )
             for each, (one, threat, count) in looks.items()
@@ -105,7 +105,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         for each, one in exposures.items()
         for finding in exposure_findings([one], seed=seed)
     ]
-    findings += [_whole_round(each, one, settings.images, seed) for each, one in runs.items()]
+    findings += [_whole_round(each, one, settings.updates, seed) for each, one in runs.items()]
     conclusions = {each: one.verdict for each, one in exposures.items()}
     broken = conclusions.get(lied, ("told", ""))[0] == "broken"
     figure = _grid(exposures)
@@ -199,7 +199,7 @@ def examine(
     audit: str, destination: Path, source: Path, settings: FolderFederation, progress: Progress
 ) -> tuple[Any, Any]:
     search = Search(matching=MatchingConfig(steps=settings.search_steps))
-    return trained(destination), AuditConfig((ThreatModel(first_round=True),), images=settings.images, search=search)
+    return trained(destination), AuditConfig((ThreatModel(first_round=True),), updates=settings.updates, search=search)
 
 
 def check(source: Path | None, settings: FolderFederation) -> None:
