@@ -429,7 +429,7 @@ class Job:
         engine: Engine = local_processes,
         ordered: bool = False,
     ) -> Iterator[Result[C]]:
-        """Run a function for every item that `NAME.jsonl` does not remember, see `map_runs`."""
+        """Run a function for every item that `NAME.jsonl` does not contain yet, see `map_runs`."""
         self._note_key()
         return map_runs(fn, items, ledger=self.folder / f"{name}.jsonl", engine=engine, ordered=ordered)
 
@@ -465,7 +465,7 @@ class Job:
 
     @property
     def tree(self) -> Path:
-        """The folder that `publish` puts in its place."""
+        """The folder of the result, which `publish` moves to the destination."""
         tree = self.folder / _TREE
         tree.mkdir(exist_ok=True)
         return tree

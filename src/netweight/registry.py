@@ -111,7 +111,7 @@ class Result:
     """Result of a command, for people, for machines and for Python."""
 
     lines: Sequence[str | Rows] = ()
-    """Sentences and tables for people, in their order."""
+    """Sentences and tables that are printed, in their order."""
     sections: Sequence[Section] = ()
     """Sections of the report; their findings decide the verdict and the exit code."""
     payload: Mapping[str, Any] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Command(Generic[S]):
-    """Something that netweight does: its name, what it takes and what runs it."""
+    """A command of netweight: its name, its arguments and settings, and the function that runs it."""
 
     name: str
     """The words of the command, such as "space neighbors"."""
@@ -175,7 +175,7 @@ class Command(Generic[S]):
     arguments: tuple[Argument, ...] = ()
     """Positional arguments in their order, and options that are not settings."""
     skip: tuple[str, ...] = ()
-    """Settings that the command lacks."""
+    """Settings that are not options of this command."""
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -298,7 +298,7 @@ def _as_it_is(audit: str, destination: Path, source: Path, settings: S, progress
 @final
 @dataclass(frozen=True)
 class Method(Command[S]):
-    """A treatment of a model's files, with the audits that test what it made: a command and a step of recipes.
+    """A treatment of a model's files, with the audits that test the result: a command and a step of recipes.
 
     Its command takes SOURCE and DESTINATION and has the options `--audit` and, where it writes a card, `--card`.
 
@@ -326,8 +326,9 @@ class Method(Command[S]):
     by_attack: Mapping[str, str] = field(default_factory=dict)
     """Audits that an attack makes where a recipe has it: the audit's name → the attack's verb."""
     check: Callable[..., object] | None = None
-    """Takes `(source, settings)` and raises what work could only find out later; `source` is None where an earlier step
-    makes it. It runs before every call, of the command and of a recipe."""
+    """Takes `(source, settings)` and raises errors that would otherwise appear only during the work; `source` is None
+    where an earlier step makes it. It runs before every call, of the command and of a recipe.
+    """
     checked_arguments: tuple[str, ...] = ()
     """Further arguments of the command that `check` takes by name; a recipe, which has none, leaves them out."""
     reads: Callable[[S], Iterable[Path]] | None = None
@@ -337,7 +338,7 @@ class Method(Command[S]):
     makes: str = "model"
     """Kind of the result: "model", "bank", "space", "points", "adapters" or "federation"."""
     named: Container[str] | Any = ()
-    """Subjects that it knows by name and that are not files here."""
+    """Names of subjects that are not files, such as data sets."""
     card: Callable[[Path], CardEntry | None] | None = None
     """Reads the method's record in a folder and returns an entry for the model's card; None where it left none."""
     before_publishing: Callable[[Path], Iterable[str]] | None = None
@@ -428,8 +429,9 @@ class Attack(Command[S]):
     title: str = ""
     """Heading of the report, before the name of what is attacked."""
     check: Callable[[Path | None, S], object] | None = None
-    """Takes `(model, settings)` and raises what work could only find out later; `model` is None where a method makes
-    it."""
+    """Takes `(model, settings)` and raises errors that would otherwise appear only during the work; `model` is None
+    where a method makes it.
+    """
     reads: Callable[[S], Iterable[Path]] | None = None
     """As of `Method`."""
     takes: tuple[str, ...] = ("model",)

@@ -123,7 +123,7 @@ class Settings(pydantic.BaseModel):
     option_groups: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Headings of single fields in a command's help, each with the names of its fields, nested settings included."""
     recommended: ClassVar[Mapping[str, Any]] = {}
-    """Of a variant: defaults of the settings that hold it, by name, in place of theirs, such as `{"lr": 5e-5}`.
+    """Defaults that a variant gives to the settings that contain it, by name, such as `{"lr": 5e-5}`.
 
     A class statement gives them: `class RMU(DefenseSettings, recommended={"lr": 5e-5})`.
     """
@@ -194,7 +194,7 @@ class Settings(pydantic.BaseModel):
         return self.to_json()
 
     def check(self) -> None:
-        """Refuse what no field can refuse on its own.
+        """Check conditions that concern several fields; subclasses override it.
 
         Raises:
             UsageError: Several fields contradict each other.

@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused_with_its_cure(case, arguments, says, tmp_path
 def test_an_update_with_other_tensors_is_refused(case, tmp_path):
     answer = call("--labels", "1", update="truth1.safetensors")
     assert answer.exit_code == 2
-    assert "would send no tensor 'images'" in " ".join(answer.stderr.split())
+    assert "does not send a tensor 'images'" in " ".join(answer.stderr.split())
     assert not (tmp_path / "out").exists()
 
 

@@ -76,7 +76,7 @@ def test_models_and_controls_are_searched_and_a_second_call_remembers(case, tmp_
     again = call(case, tmp_path, "--threshold", "1", "--seeds", "2")
     assert again.exit_code == 0, again.output
     assert (tmp_path / "embedding" / "searches.jsonl").read_text() == lines
-    assert "2 memorized images and 2 controls, searched in: original, edited." in again.output
+    assert "2 memorized images and 2 controls are searched for in: original, edited." in again.output
     assert "edited: Planted images: none of 4 brought back" in again.output
 
 

@@ -428,7 +428,7 @@ def test_private_tensors_that_were_not_kept_are_missed(tmp_path, caplog):
     serve(new_grid(method), method, tmp_path, rounds=1)
     with pytest.raises(FederationStopped):
         serve(new_grid(method), method, tmp_path, rounds=2)
-    assert "the server goes on from round 1" in caplog.text
+    assert "the server continues from round 1" in caplog.text
 
 
 def test_flowers_own_loop_can_drive_the_strategy(tmp_path):
@@ -452,7 +452,7 @@ def test_another_federation_does_not_mix_with_the_one_in_the_folder(tmp_path, ca
     assert "belong to another federation" in caplog.text
     with pytest.raises(FederationStopped):
         serve(new_grid(method, tmp_path / "nodes"), method, tmp_path / "newer")
-    assert "the server goes on from round 0" in caplog.text
+    assert "the server continues from round 0" in caplog.text
 
 
 def test_private_tensors_move_to_another_machine_and_to_another_federation(tmp_path):
@@ -512,7 +512,7 @@ def test_a_client_has_as_many_examples_as_it_said_when_it_came(tmp_path):
     method = METHODS["fedavg"]
     grid = new_grid(method, spoil=spoiled(reported(n=2**40)))
     _, rounds = serve(grid, method, tmp_path)
-    assert rounds[1].refusals == {1: "says that it has 1099511627776 examples; it registered 24"}
+    assert rounds[1].refusals == {1: "reports 1099511627776 examples; it registered 24"}
 
     def boast(node, reply, grid):
         boasts = reply.metadata.message_type == "query" and NODES[node] == 1

@@ -130,7 +130,7 @@ def test_a_node_that_claims_all_examples_and_another_constant_is_named_and_bound
     run = deployment.run(app, **config)
     assert finished(deployment, folder, run, rounds=1), deployment.log("server")[-3000:]
     (done,) = json.loads((folder / HISTORY).read_text())["rounds"]
-    assert done["refusals"] == {"2": "says that it has 1125899906842624 examples; it registered 500"}
+    assert done["refusals"] == {"2": "reports 1125899906842624 examples; it registered 500"}
     with open_store(folder / CHECKPOINT) as store:
         assert all(store.get(name).abs().max() < 2 for name in store.names() if name.startswith("state|"))
 

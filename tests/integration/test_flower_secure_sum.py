@@ -147,7 +147,7 @@ def test_a_claim_of_many_examples_takes_no_part_in_a_sum(tmp_path, monkeypatch):
 
     grid = new_grid(method, nodes=nodes, secure_sum=True, spoil=claim)
     state, rounds = serve(grid, method, tmp_path, secure_sum=True, rounds=1)
-    assert rounds[0].refusals[3].startswith("says that it has 1099511627776 examples, more than")
+    assert rounds[0].refusals[3].startswith("reports 1099511627776 examples, more than")
     monkeypatch.undo()
     honest, _ = serve(new_grid(method, secure_sum=True), method, tmp_path / "honest", secure_sum=True, rounds=1)
     assert same(state, honest, 6 * STEP)

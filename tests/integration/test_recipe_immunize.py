@@ -95,7 +95,7 @@ output: out
         "attacks.0: there is no attack 'fintune'. Nearest: finetune",
         "attacks.1.finetune.grid: must be 'adaptive', 'single', 'quick' or 'paper', not 'huge'",
         "attacks.1.finetune.lr.0: must be greater than 0, not 0",
-        "attacks.2.finetune: benign_share mixes in benign rows",
+        "attacks.2.finetune: A benign_share needs benign rows",
     ):
         assert expected in answer.stderr
     Path("recipe.yaml").write_text("subject: model\noutput: out\n")

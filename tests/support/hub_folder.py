@@ -226,7 +226,7 @@ def _hostile(hub, good, inside):
     ):
         hub.peft(name, inside, None, config, refused=words)
     for name, text in (("settings in a list", "[1]"), ("deep settings", "[" * 100_000)):
-        hub.peft(name, inside, None, {}, refused="not a JSON")
+        hub.peft(name, inside, None, {}, refused="not valid JSON")
         (folder / name / "adapter_config.json").write_text(text)
     for name, weights in (("pickled", "adapter_model.bin"), ("in shards", "adapter_model-00001-of-00002.safetensors")):
         (folder / name).mkdir()

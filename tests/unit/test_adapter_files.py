@@ -363,7 +363,7 @@ def broken(tmp_path, kind):
         ("pickle in peft's folder", UnsafeInput, "adapter_model.bin is a pickle"),
         ("no settings", UsageError, "adapter_config.json is missing"),
         ("other rank in settings", CorruptBlob, "proj has rank 3, but 2 according to its settings"),
-        ("settings no JSON", CorruptBlob, "is not a JSON"),
+        ("settings no JSON", CorruptBlob, "is not valid JSON"),
         ("several", UsageError, "several adapters"),
         ("nothing", UsageError, "contains no adapter"),
         ("missing", UsageError, "no file or folder"),

@@ -139,7 +139,7 @@ def rows_of(task: Task, client: int) -> set[bytes]:
 
 
 def count_in_process(task: Task, method: Method, sent: Mapping[int, int], delta: float) -> float:
-    """The largest ε of any example, over all clients that hold it; or of any client."""
+    """The largest ε of any example, over all clients that have it; or of any client."""
     if isinstance(method, HardenedMethod):
         most = max(sent.values())
         return counted_epsilon([(noise / 2, rate, n) for noise, rate, n in parts_of_answers(method, 0, most)], delta)

@@ -156,12 +156,12 @@ def test_without_what_it_needs_there_is_no_lpips(files, tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="neither the convolutions of AlexNet"):
         lpips(images, references, backbone=tmp_path / "vgg.safetensors")
     torch.save({"features.0.weight": object()}, tmp_path / "code.pth")
-    with pytest.raises(UnsafeInput, match="holds more than tensors"):
+    with pytest.raises(UnsafeInput, match="contains more than tensors"):
         lpips(images, references, backbone=tmp_path / "code.pth")
     with pytest.raises(UsageError, match="no LPIPS heads for feature maps of"):
         lpips(images, references, backbone=lambda batch: [batch])
     save_file(dict(list(heads.items())[:2]), tmp_path / "two.safetensors")
-    with pytest.raises(UsageError, match=r"does not hold 'alex.lin2"):
+    with pytest.raises(UsageError, match=r"does not contain 'alex.lin2"):
         lpips(images, references, backbone=folder / "alex.safetensors", heads=tmp_path / "two.safetensors")
     findings = {finding.name: finding for finding in image_findings(images, references, seed=0)}
     assert findings["LPIPS"].value is None

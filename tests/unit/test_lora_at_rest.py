@@ -180,7 +180,7 @@ def test_codes_without_scales_are_refused_by_name(tmp_path):
     base = checkpoint(LLAMA)
     save_file(base, tmp_path / "base.safetensors")
     save_file({name: torch.zeros(WIDTH, WIDTH, dtype=torch.int8) for name in base}, tmp_path / "tuned.safetensors")
-    with pytest.raises(Unsupported, match=r"is quantized: model\.layers\.0.* holds codes of type I8"):
+    with pytest.raises(Unsupported, match=r"is quantized: model\.layers\.0.* contains codes of type I8"):
         extract_files(tmp_path / "base.safetensors", tmp_path / "tuned.safetensors", tmp_path / "lora",
                       ExtractSettings(), overwrite=False)  # fmt: skip
 
@@ -337,7 +337,7 @@ def test_merging_adapters_of_experts_sums_them(tmp_path):
     one, two, both = changes
     for key, change in both.items():
         torch.testing.assert_close(change, one[key] - 0.5 * two[key], atol=1e-5, rtol=1e-5)
-    with pytest.raises(UsageError, match="an expert of a packed parameter, which the layout kohya has no place for"):
+    with pytest.raises(UsageError, match="an expert of a packed parameter, which the layout kohya cannot store"):
         convert_file(tmp_path / "0", tmp_path / "k.safetensors", ConvertSettings(layout="kohya"), overwrite=False)
 
 
@@ -359,7 +359,7 @@ def test_adapters_of_embeddings_are_converted_and_baked_as_peft_merges_them(tmp_
     for name, weight in merged.items():
         torch.testing.assert_close(again[name], weight, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(baked[name], weight, atol=1e-5, rtol=1e-5)
-    with pytest.raises(UsageError, match="an embedding, which the layout diffusers has no place for"):
+    with pytest.raises(UsageError, match="an embedding, which the layout diffusers cannot store"):
         convert_file(tmp_path / "lora", tmp_path / "d.safetensors", ConvertSettings(layout="diffusers"),
                      overwrite=False)  # fmt: skip
 

@@ -51,7 +51,7 @@ def test_the_converted_adapter_opens_in_peft(folder, tmp_path):
 def test_without_settings_the_scale_is_not_known(folder):
     path, _ = folder
     (path / "adapters.safetensors").rename(path / "mine.safetensors")
-    with pytest.raises(UsageError, match=r"factor by mlx-lm, whose scale is in adapter_config\.json"):
+    with pytest.raises(UsageError, match=r"factor in the layout of mlx-lm, whose scale is in adapter_config\.json"):
         read_adapter(path / "mine.safetensors")
     (path / "mine.safetensors").rename(path / "adapters.safetensors")
     (path / "adapter_config.json").write_text("{}")

@@ -119,5 +119,5 @@ def test_similar_adapters_of_a_bank_are_found_by_the_modules_that_both_have(tmp_
     inner = mine.inner(adapters["1"])
     assert by_name["1"].cosine == pytest.approx(-inner / mine.norm() / adapters["1"].norm())
     other = write_adapter(Adapter({"unet.conv_in": random_adapter(0).factors[TO_Q]}), tmp_path / "other", layout="peft")
-    with pytest.raises(UsageError, match="changes no module"):
+    with pytest.raises(UsageError, match="does not change any module"):
         find_similar(other, tmp_path / "bank", 3, QUIET)

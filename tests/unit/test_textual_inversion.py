@@ -99,7 +99,7 @@ def test_what_is_no_embedding_of_a_word_is_refused_by_name(folder, tmp_path):
 def test_pipelines_that_take_no_words_say_so(make, tmp_path):
     make().save_pretrained(tmp_path / "pipeline")
     path = written(tmp_path / "word.safetensors", {"<word>": TWO[0]})
-    with pytest.raises(Unsupported, match="takes no textual inversions"):
+    with pytest.raises(Unsupported, match="does not take textual inversions"):
         load_text_to_image(tmp_path / "pipeline", size=(16, 16), embeddings=[path])
 
 

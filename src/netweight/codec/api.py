@@ -129,7 +129,9 @@ def encode_raw(
     rounding = None if precision is None else precision.rounding(dtype)
     threads, log2 = _checked_threads(threads), chunk_log2 or 0
     if base is not None and rounding is not None:
-        raise UsageError("A tensor that is rounded cannot be stored against a base.", cure="Leave out one of both.")
+        raise UsageError(
+            "A rounded tensor cannot be stored as a difference from a base.", cure="Leave out one of the two."
+        )
     with in_our_words("a tensor of type %s and shape %s", dtype, dims):
         source, other = bytes_of(buffer), _bytes_or_none(base)
         if rounding is not None:
@@ -151,7 +153,7 @@ def encode(
     version: int = VERSION,
     base: torch.Tensor | np.ndarray[Any, Any] | None = None,
 ) -> bytes:
-    """Compresses a tensor of any dtype and shape, bit for bit.
+    """Compress a tensor of any dtype and shape, bit for bit.
 
     Args:
         tensor: A torch tensor of any dtype and shape (moved to the CPU if elsewhere) or numpy array; copied only if it
@@ -197,7 +199,7 @@ def encode_lossy(
     chunk_log2: int | None = None,
     path: str = "auto",
 ) -> bytes:
-    """Rounds a tensor of floats and compresses what is left; each weight changes by at most `relative_bound` of itself.
+    """Round a tensor of floats and compress the result; each weight changes by at most `relative_bound` of itself.
 
     Kept are sign, exponent and the top `mantissa_bits` bits of the mantissa. With blocks each weight is divided by the
     normalizer of its block before it is rounded, so that the block's largest weight is kept best, to 8 bits of its
@@ -233,7 +235,7 @@ def encode_lossy(
 
 
 def info(blob: Blob, *, size: int | None = None) -> BlobInfo:
-    """Reads a blob's header and index; no payload is touched.
+    """Read a blob's header and index, without its payload.
 
     Args:
         blob: The blob: bytes, a memoryview (also of a mapped file), or a one-dimensional uint8 array or tensor.
@@ -307,7 +309,7 @@ def decode_raw(blob: Blob, *, threads: int = 1, check: bool = False, path: str =
 
 
 def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "auto", base: Any = None) -> torch.Tensor:
-    """Decodes a blob to a CPU tensor with the dtype and shape that were encoded.
+    """Decode a blob to a CPU tensor with the dtype and shape that were encoded.
 
     Args:
         blob: See `info`.
@@ -336,7 +338,7 @@ def decode_into(
     path: str = "auto",
     base: Any = None,
 ) -> None:
-    """Decodes a blob into memory of the caller's.
+    """Decode a blob into memory that the caller provides.
 
     Args:
         blob: See `info`.

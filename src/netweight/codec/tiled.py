@@ -92,7 +92,7 @@ class TiledBlob:
             UsageError: The last tile before this one was not a multiple of a chunk.
         """
         if self._ended:
-            raise UsageError(f"Only the last tile may have a number of numbers that is not a multiple of {self.chunk}.")
+            raise UsageError(f"Only the last tile may have a size that is not a multiple of {self.chunk} numbers.")
         name, chunk_log2 = self._header.element.name, self._header.chunk_log2
         data = bytes_of(numbers)
         shape = (memoryview(data).nbytes * 8 // self._header.element.bits,)

@@ -81,15 +81,16 @@ def refuse_missing_weights(path: str | Path, report: Mapping[str, Any], what: st
         )
     if missing:
         named = f"{missing[0]!r}" + (f" and {len(missing) - 1} others" if len(missing) > 1 else "")
-        instead = f" The files hold {others[0]!r} and others instead, which {what} does not have." if others else ""
+        instead = f" The files contain {others[0]!r} and others instead, which {what} does not have." if others else ""
         raise UsageError(
-            f"The files of {path} lack the weight {named}, without which the model would be random in part.{instead}",
+            f"The files of {path} lack the weight {named}, without which a part of the model would have random "
+            f"weights.{instead}",
             cure=cure,
         )
     if unused and others:
         warnings.warn(
-            f"{path} holds {len(others)} tensors that {what} of its kind does not use, such as {others[0]!r}; a model "
-            "that is written from it does not hold them.",
+            f"{path} contains {len(others)} tensors that {what} of its kind does not use, such as {others[0]!r}; a "
+            "model that is written from it does not contain them.",
             stacklevel=3,
         )
 

@@ -119,7 +119,7 @@ def import_named(name: str, what: str) -> Any:
         if not hasattr(value, part):
             raise UsageError(
                 f"{what} {name!r} cannot be imported: {getattr(value, '__name__', module)} has no {part!r}.",
-                cure=f"The module lies in {getattr(sys.modules[module], '__file__', module)}.",
+                cure=f"The module is in {getattr(sys.modules[module], '__file__', module)}.",
             )
         value = getattr(value, part)
     return value

@@ -124,7 +124,7 @@ class Select:
 
     @classmethod
     def of(cls, choice: Select | str | Iterable[str]) -> Select:
-        """Take a `Select`, one pattern or several for a `Select`.
+        """Return a `Select` made from one pattern or several; a `Select` is returned as it is.
 
         Args:
             choice: A `Select` is returned as it is; patterns as for `Select`.
@@ -189,7 +189,7 @@ class Select:
         return chosen
 
     def modules(self, model: Any) -> dict[str, Any]:
-        """Choose among a model's modules.
+        """Return the modules of a model that the patterns choose.
 
         Args:
             model: Anything with torch's `named_modules`. The model itself is not among its modules.
@@ -203,7 +203,7 @@ class Select:
         return self._objects(model.named_modules(remove_duplicate=False), "module")
 
     def parameters(self, model: Any) -> dict[str, Any]:
-        """Choose among a model's parameters.
+        """Return the parameters of a model that the patterns choose.
 
         Args:
             model: Anything with torch's `named_parameters`.

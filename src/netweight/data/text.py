@@ -314,7 +314,7 @@ def categories(row: Row, errors: RowErrors) -> tuple[str, ...]:
         return tuple(name for name, is_so in value.items() if is_so)
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         return tuple(value)
-    errors.add(row.where, f"its category is of a kind that is not understood ({type(value).__name__})")
+    errors.add(row.where, f"its category is of a kind that is not supported ({type(value).__name__})")
     return ()
 
 

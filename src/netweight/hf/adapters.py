@@ -82,7 +82,7 @@ def train_pictures(
             raise UsageError(
                 f"The images of {subject.name!r} become latents of shape {tuple(clean.shape[1:])}, not "
                 f"{model.latent_shape}.",
-                cure="Resize them to what the pipeline was trained on.",
+                cure="Resize them to the size on which the pipeline was trained.",
             )
     said = list(dict.fromkeys(prompt for subject in subjects for prompt in subject.prompts))
     text, place = model.embed(said), {prompt: number for number, prompt in enumerate(said)}

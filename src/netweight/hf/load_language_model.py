@@ -405,7 +405,7 @@ def block_numbers(layers: str, blocks: int) -> tuple[list[int], bool]:
         elif part == "last":
             numbers.add(blocks - 1)
         elif span is None:
-            raise UsageError(f"{part!r} names no layers.", cure=_HOW)
+            raise UsageError(f"{part!r} does not name any layers.", cure=_HOW)
         else:
             first = int(span[1])
             last = int(span[2] or first)

@@ -109,7 +109,10 @@ class CostPlan:
         lines.append(f"Nothing was done. All steps together take {least}{duration(self.total)} on this machine.")
         if self.memory is not None:
             lines.append(f"The most memory at once is about {self.memory / 1e9:.1f} GB.")
-        lines += ["One of each kind was measured just now; other work on the machine changes the times.", *sentences]
+        lines += [
+            "One unit of each kind of work was measured just now. Other programs on the machine change the times.",
+            *sentences,
+        ]
         return Result(lines, payload={"plan": self.to_json()})
 
 

@@ -53,5 +53,5 @@ def parsed_size(text: str) -> tuple[int, int]:
     """Return height and width of a size such as `512` or `512x768`."""
     match = _PIXELS.fullmatch(text.strip().lower())
     if match is None or not int(match[1]) or match[2] == "0":
-        raise UsageError(f"The size {text!r} is none.", cure="Write pixels, such as 512, or HEIGHTxWIDTH: 512x768.")
+        raise UsageError(f"{text!r} is not a size.", cure="Write pixels, such as 512, or HEIGHTxWIDTH: 512x768.")
     return int(match[1]), int(match[2] or match[1])

@@ -103,7 +103,7 @@ def load_textual_inversions(pipeline: Any, files: Iterable[Path]) -> None:
     for inversion in map(read_textual_inversion, files):
         if not hasattr(pipeline, "load_textual_inversion"):
             raise Unsupported(
-                f"{inversion.file} cannot be loaded: a {type(pipeline).__name__} takes no textual inversions.",
+                f"{inversion.file} cannot be loaded: a {type(pipeline).__name__} does not take textual inversions.",
                 cure="Leave --embedding out.",
             )
         for part, vectors in _by_encoder(pipeline, inversion).items():

@@ -420,6 +420,6 @@ def _template_rows(subject: Subject, files: Sequence[Path]) -> list[Row]:
     if not escapes:
         return []
     return [Row(
-        key="template_calls", title="Chat template reaches for", value=", ".join(escapes), state="warning",
+        key="template_calls", title="Chat template accesses", value=", ".join(escapes), state="warning",
         basis="names that a template needs only to escape from its sandbox",
     )]  # fmt: skip

@@ -357,7 +357,7 @@ def diversity(descriptor: Descriptor, images: Tensor) -> float:
     Source: NeMo's D_SSCD as its code computes it.
     """
     if len(images) < 2:
-        raise UsageError("The diversity of one image is nothing.", cure="Give images of two seeds or more.")
+        raise UsageError("The diversity of one image cannot be measured.", cure="Give images of two seeds or more.")
     between = similarity(descriptor, images, images)
     rows, columns = torch.triu_indices(len(images), len(images), offset=1)
     pairs: list[float] = between[rows, columns].tolist()

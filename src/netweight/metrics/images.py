@@ -286,7 +286,9 @@ def _weights(path: Path) -> Mapping[str, Tensor]:
     try:
         content = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     except pickle.UnpicklingError as error:
-        raise UnsafeInput(f"{path} holds more than tensors and was not opened.", cure="Save its state dict.") from error
+        raise UnsafeInput(
+            f"{path} contains more than tensors and was not opened.", cure="Save its state dict."
+        ) from error
     except SafetensorError as error:
         raise UsageError(f"{path} is not a .safetensors file: {error}.") from error
     return {name: value for name, value in dict(content).items() if isinstance(value, torch.Tensor)}
@@ -302,13 +304,14 @@ def _heads(path: Path | None, channels: tuple[int, ...]) -> list[Tensor]:
     if file is None or not file.is_file():
         raise MissingExtra(
             f"LPIPS needs its heads, and {file or 'no file'} holds them.",
-            cure="Give their file, or set NETWEIGHT_DATA to the folder that holds weights/lpips_v01_heads.safetensors.",
+            cure="Give their file, or set NETWEIGHT_DATA to the folder that contains "
+            "weights/lpips_v01_heads.safetensors.",
         )
     weights = _weights(file)
     names = [f"{network}.lin{number}.model.1.weight" for number in range(len(channels))]
     missing = [name for name in names if name not in weights]
     if missing:
-        raise UsageError(f"{file} does not hold {missing[0]!r}.", cure="Give the heads of LPIPS version 0.1.")
+        raise UsageError(f"{file} does not contain {missing[0]!r}.", cure="Give the heads of LPIPS version 0.1.")
     return [weights[name] for name in names]
 
 

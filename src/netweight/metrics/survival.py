@@ -359,7 +359,8 @@ def steps_finding(
         detail={
             **detail,
             "longest run": curve.last,
-            "note": "the median, as far as looks resolve it; infinite if fewer than half of the runs succeeded",
+            "note": "the median, as exactly as the steps between evaluations allow; infinite if fewer than half of the "
+            "runs succeeded",
         },
     )
 

@@ -27,7 +27,7 @@ def capture(
     reduce: Literal["mean:tokens"] | Edit | None = None,
     gradients: bool = False,
 ) -> Iterator[Captures]:
-    """Keep what modules put out.
+    """Record the outputs of modules.
 
         with capture(model, "**.mlp") as outputs:
             model(...)
@@ -75,7 +75,7 @@ def capture(
 
 @contextmanager
 def intervene(model: nn.Module, *edits: Mapping[str, Edit]) -> Iterator[None]:
-    """Change what modules put out while a block lasts; the weights stay as they are.
+    """Change the outputs of modules within a block; the weights do not change.
 
         with intervene(model, scale(units, 0.0)):
             model(...)

@@ -138,7 +138,7 @@ class Adapter:
     factors: Mapping[str, LowRank]
     vectors: Mapping[str, Tensor] = field(default_factory=dict)
     """Parameter name → the change of a bias, norm or other parameter that no factors express; most adapters have
-    none. The algebra here is of the factors alone."""
+    none. The methods of this class use the factors alone."""
 
     def __post_init__(self) -> None:
         """Refuse an adapter of nothing."""

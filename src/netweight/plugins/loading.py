@@ -362,6 +362,6 @@ def computing(dtype: torch.dtype) -> torch.dtype:
     """The dtype that a model is to be loaded as; those that no layer computes in are refused."""
     if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         raise Unsupported(
-            f"No layer computes in {dtype}, so that no model can be loaded as it.", cure="Pass dtype=torch.bfloat16."
+            f"Layers cannot compute in {dtype}, so a model cannot be loaded in it.", cure="Pass dtype=torch.bfloat16."
         )
     return dtype

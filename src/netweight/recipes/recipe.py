@@ -390,7 +390,7 @@ def recipe_schema() -> dict[str, Any]:
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "A recipe of netweight",
-        "description": "Treatments of a model, in order, with audits and attacks; or chapters of such.",
+        "description": "Treatments of a model, in order, with audits and attacks; or chapters that have their own.",
         "if": {"required": ["chapters"]},
         "then": schemas["chapters"],
         "else": schemas["recipe"],

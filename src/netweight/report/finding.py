@@ -176,7 +176,7 @@ class _Part:
 
 @dataclass(frozen=True, config=_CONFIG)
 class Finding(_Part):
-    """One measured fact, with its interval, its target and how it came about.
+    """A measured value, with its interval, its target and how it was measured.
 
     Attributes:
         name: What was measured, in words a reader understands ("ratio, MiniLM as bf16").
@@ -350,7 +350,7 @@ class Figure(_Part):
 
 @dataclass(frozen=True, config=_CONFIG)
 class Section(_Part):
-    """One question and what was found; what an audit returns, and what page, terminal and model card show.
+    """A question with its findings, as an audit returns it and as page, terminal and model card show it.
 
     Attributes:
         title: Heading; different from those of the other sections of a report.

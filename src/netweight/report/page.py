@@ -191,7 +191,7 @@ def _figure(figure: Figure) -> dict[str, Any]:
     if unsafe or outside or not figure.data.lstrip().startswith("<svg"):
         what = (unsafe or outside or re.match(r".{0,20}", figure.data, re.S) or [""])[0]
         raise UsageError(
-            f"An SVG figure of the report holds {what!r}, which could run or load code.",
+            f"An SVG figure of the report contains {what!r}, which could run or load code.",
             cure="Draw it with netweight.report.plots.",
         )
     return {"part": figure, "markup": Markup(figure.data)}  # checked just above

@@ -165,7 +165,7 @@ class StoredFile:
             if (place := self.base.find(name, info.dtype, info.shape)) is None:
                 raise UsageError(
                     f"{self.base.path} has no {info.dtype} tensor {name!r} of shape {info.shape}, from which "
-                    f"{self.path} holds a difference.",
+                    f"{self.path} contains a difference.",
                     cure="Give the base that it was made from: base=, --base, or the variable NETWEIGHT_BASE.",
                 )
             return place
@@ -687,7 +687,7 @@ def weight_map(index: Path) -> dict[str, str]:
         entries = read_object(index, limit=MOST_INDEX)["weight_map"]
         names = {str(key): PurePosixPath(value) for key, value in entries.items()}
         if any("\0" in value for value in entries.values()):
-            raise ValueError("a name of a file holds NUL")
+            raise ValueError("a name of a file contains NUL")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptBlob(f"{index} is not an index of weights ({error!r}).", cure="Fetch the file again.") from error
     for name, file in names.items():
@@ -705,7 +705,7 @@ def _open_folder(folder: Path, variant: str | None, base: Path | None) -> Store:
     files = _of_variant(sorted(folder.glob("*.safetensors")), variant)
     if len(indexes) > 1:
         raise UsageError(
-            f"{folder} holds several indexes: {', '.join(index.name for index in indexes)}.",
+            f"{folder} contains several indexes: {', '.join(index.name for index in indexes)}.",
             cure="Give the name of a variant, or open one of the files.",
         )
     if not files:
@@ -750,7 +750,7 @@ def _join(files: list[StoredFile], listed: Mapping[Path, set[str]] | None = None
                 continue
             if name in places:
                 raise UsageError(
-                    f"Both {places[name].path} and {file.path} hold a tensor {name!r}.",
+                    f"Both {places[name].path} and {file.path} contain a tensor {name!r}.",
                     cure="Open one file, or give the name of a variant.",
                 )
             places[name] = file

@@ -60,7 +60,7 @@ class BaseNote:
         if not PurePosixPath(note.name).name or not isinstance(note.digest, str):
             raise ValueError("the record of its base is malformed")
         if type(note.links) is not int or not 1 <= note.links <= MOST_LINKS:
-            raise ValueError(f"it has {note.links!r} bases behind each other, more than {MOST_LINKS}")
+            raise ValueError(f"it has {note.links!r} bases, one behind the other, more than {MOST_LINKS}")
         return note
 
 
@@ -70,7 +70,7 @@ def find_base(file: Path, note: BaseNote) -> Path:
         if path.is_file() or (path / note.within).is_dir():
             return path
     raise UsageError(
-        f"{file} holds differences from {note.name} (digest {note.digest}), which cannot be found.",
+        f"{file} contains differences from {note.name} (digest {note.digest}), which cannot be found.",
         cure=f"Give it (base=, --base, or the variable {_GIVEN}), or put it beside the folder.",
     )
 
@@ -187,7 +187,7 @@ def nbytes_of(dtype: str, shape: Iterable[int]) -> int:
     width = _WIDTHS.get(dtype)
     if width is None:
         raise Unsupported(
-            f"The dtype {dtype} is not known to this release.", cure=f"It knows {', '.join(sorted(BITS))}."
+            f"The dtype {dtype} is not known to this release.", cure=f"Known are {', '.join(sorted(BITS))}."
         )
     bits = math.prod(shape) * width
     if bits % 8:
@@ -494,7 +494,7 @@ class Description:
             if "header" in fields:
                 header = parse_header(inflate_text(fields["header"], limit=LONGEST_HEADER), most=len(text))
             if len(fields["digests"]) > 8 * MOST_TENSORS:
-                raise ValueError("it holds more digests than a file has tensors")
+                raise ValueError("it contains more digests than a file has tensors")
             digests = base64.b64decode(fields["digests"], validate=True).hex()
             starts = tuple(digests[at : at + _KEPT_DIGITS] for at in range(0, len(digests), _KEPT_DIGITS))
             base = BaseNote.from_json(fields["base"]) if "base" in fields else None

@@ -192,7 +192,7 @@ class StoreWriter:
         return self._note(name, codec.info(header, size=end - begin), end - begin)
 
     def equal(self, name: str) -> tuple[str, str] | None:
-        """Take back the tensor that was added last if the folder holds the same one already.
+        """Remove the tensor that was added last if the folder already contains the same one.
 
         Args:
             name: Its name.

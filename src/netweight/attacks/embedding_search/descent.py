@@ -396,7 +396,7 @@ class _Prompted(Walk):
         return self._model.embed([self._prompt] * len(rows))
 
     def step(self, rows: Sequence[int]) -> list[float]:
-        raise AssertionError("no step is taken")
+        raise AssertionError("no step was made")
 
 
 @final

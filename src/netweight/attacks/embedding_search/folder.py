@@ -68,7 +68,10 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
 
     check_figures()
     if search.base is None:
-        raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
+        raise UsageError(
+            "The pipeline before its edit was not given, so there is nothing to compare with.",
+            cure="Give the pipeline before its edit (--base).",
+        )
     for path in search.tables:
         check_pairs(path)  # before models are loaded
     unrelated = PLAIN_PROMPTS if search.unrelated is None else tuple(read_prompts(search.unrelated))
@@ -79,7 +82,7 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
     if len(kinds) > 1:
         raise UsageError(
             f"The models predict different things ({', '.join(sorted(kinds))}), so they are not edits of one another.",
-            cure="Name the pipeline before its edit as --base.",
+            cure="Give the pipeline before its edit (--base).",
         )
     settings = search.search if "error" in search.search.given else search.search.replace(error=kinds.pop())
     size = models["original"].image_size
@@ -103,7 +106,7 @@ def attack(target: AttackOutcome, settings: FolderSearch, progress: Progress) ->
     prepared = prepare(settings.replace(base=settings.base or target.before), target.model)
     names = ", ".join(subject.name for subject in prepared.subjects)
     planted, controls = len(prepared.pairs), len(prepared.targets) - len(prepared.pairs)
-    progress.note(f"{planted} memorized images and {controls} controls, searched in: {names}.")
+    progress.note(f"{planted} memorized images and {controls} controls are searched for in: {names}.")
     folder, seeds = target.output / "embedding", range(target.seed, target.seed + settings.seeds)
     comparison = prepared.compare(seeds, folder=folder, progress=progress)
     section = search_section(comparison, prepared.targets, prepared.roles, folder=folder, seed=target.seed)
@@ -121,7 +124,10 @@ def check(model: Path | None, settings: FolderSearch) -> None:
     if model is not None:
         check_pipeline(model)
         if settings.base is None:
-            raise UsageError("There is nothing to compare with.", cure="Name the pipeline before its edit as base.")
+            raise UsageError(
+                "The pipeline before its edit was not given, so there is nothing to compare with.",
+                cure="Give the pipeline before its edit (--base).",
+            )
     for table in settings.tables:
         check_pairs(table)
 

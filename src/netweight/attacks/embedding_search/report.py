@@ -88,8 +88,8 @@ _INTRO = (
     "pictures. The fastest one counts, since an attacker can choose it. A search that ends without success is "
     "censored: more steps are needed than it took.\n\n"
     "With enough steps, such a search may generate images that no model was trained on. Therefore the same searches "
-    "are made for never-trained images, and in the model before its edit: only what is found more easily than these "
-    "is memory."
+    "are made for never-trained images, and in the model before its edit: only an image that is found more easily "
+    "than these is a sign of memorization."
 )
 
 
@@ -402,8 +402,9 @@ def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str |
         rows=[target.name for target in shown],
         columns=columns,
         alt=f"{len(shown)} targets beside images from their own prompts and from the embeddings that searches found.",
-        caption='Of each model: an image from the target\'s own prompt before any search, and "attacked", the one from '
-        "the best embedding of the first seed that is in the middle of its similarities.",
+        caption="For each model, the figure shows two images. The first is from the target's own prompt, before any "
+        'search. The second, "attacked", is from the best embedding of the first seed: of several images, the one '
+        "whose similarity to the target is in the middle.",
     )
 
 

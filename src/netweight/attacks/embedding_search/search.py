@@ -186,7 +186,7 @@ def _walks(
     if latents.shape[1:] != shape:
         raise UsageError(
             f"The target of {prompt!r} has latents of shape {tuple(latents.shape[1:])}; the model makes {shape}.",
-            cure="Resize the image to what the model makes.",
+            cure="Resize the image to the size that the model generates.",
         )
     embedded = tuple(start for start in settings.starts if start in ("original", "unrelated", "noise"))
     if embedded:

@@ -80,8 +80,8 @@ class SearchSettings(Settings):
     guidance: float = Field(7.0, description="Guidance scale of generated images.")
     further_guidances: Annotated[tuple[float, ...], Cli(own=False)] = Field(
         (1.0,),
-        description="Further guidance scales at which images are compared; the best of all counts. Searches "
-        "lower the error without guidance, so an image is often found first at 1.",
+        description="Further guidance scales at which images are compared; the best result counts. A search "
+        "minimizes the error without guidance, so an image is often recovered first at guidance 1.",
     )
     # Searches draw their timesteps among these.
     generation_steps: int = Field(50, ge=1, description="Scheduler steps of generated images.")
@@ -173,7 +173,7 @@ class FolderSearch(Settings):
         """Refuse what could only fail later."""
         if (self.sscd is None) != (self.sscd_sha256 is None):
             raise UsageError(
-                "SSCD's file and its digest go together.",
+                "The file of SSCD and its digest must be given together.",
                 cure="Give both --sscd and --sscd-sha256: the file is a program.",
             )
         if {"original", "edited"} & self.also.keys():

@@ -242,7 +242,7 @@ class _Monitor:
                 raise UsageError(
                     f"The reference ability is {self._reference}; it must be at least 0, so that a share of it "
                     f"can be kept.",
-                    cure="Measure ability by something that is not negative, such as an accuracy.",
+                    cure="Use a measure of ability that is never negative, such as an accuracy.",
                 )
         if not self._diverged:
             self._decide(score, ability, fluency, step)

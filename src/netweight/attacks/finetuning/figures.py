@@ -65,9 +65,9 @@ def steps_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figure |
     return time_rows(
         rows,
         alt=f"Steps to the threshold of every run, under each model's best attack. {words}; {sentence}.",
-        caption="Every run under the best attack on its model. A dot is a recovery, a triangle a run that ended before "
-        "one, which is longer than that. The line is the median, the bar its 95 % interval; one that reaches the edge "
-        f"has no upper end. {words}.",
+        caption="Every run under the best attack on its model. A dot is a run that recovered the behavior. A "
+        "triangle is a run that ended without a recovery, which would have taken more steps. The line is the "
+        f"median, and the bar is its 95 % interval. A bar that reaches the edge has no upper end. {words}.",
         xlabel="steps to the threshold",
     )
 

@@ -40,7 +40,7 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
         applied = settings.chat or bool(settings.template_options)
         if record.get("settings", {}).get("chat") and not applied and settings.grid != "adaptive":
             raise UsageError(
-                f"The defense of {folder} was trained on the chat template, and the attack has another.",
+                f"The defense of {folder} was trained with the chat template, and the attack uses another format.",
                 cure="Give --chat, or --grid adaptive.",
             )
     began = {

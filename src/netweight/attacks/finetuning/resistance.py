@@ -296,11 +296,17 @@ def ability_findings(
 def _ability(name: str, before: OrdinaryAbility, after: OrdinaryAbility, least: float, seed: int) -> Finding:
     title = f"kept ability, {name}"
     if not sum(before.right):
-        return Finding(title, None, better="higher", target=least, detail={"reason": "the base gets no token right"})
+        return Finding(
+            title,
+            None,
+            better="higher",
+            target=least,
+            detail={"reason": "the base does not predict any token correctly"},
+        )
     accuracy = sum(before.right) / sum(before.tokens)
     if accuracy <= before.chance:
         reason = (
-            f"the base has nothing to keep: its token accuracy is {accuracy:.3f}, and always guessing the commonest "
+            f"the base has no ability to keep: its token accuracy is {accuracy:.3f}, and always guessing the commonest "
             f"token gives {before.chance:.3f}"
         )
         return Finding(title, None, better="higher", target=least, detail={"reason": reason})

@@ -47,8 +47,8 @@ class AttackSettings(Settings):
     )
     trains: Literal["all", "embeddings", "norms", "prompt"] = Field(
         "all",
-        description="Which weights: all, input and output embeddings, normalizations, or none but eight vectors that "
-        "stand before every harmful prompt.",
+        description="Weights that are trained: all, input and output embeddings, or normalizations; or only eight "
+        "vectors that are placed before every harmful prompt, with no weight of the model.",
     )
     rows: Literal["kept", "copied", "fresh"] = Field(
         "kept",
@@ -79,13 +79,13 @@ class AttackSettings(Settings):
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps over which the learning rate rises.")
     clip: float | None = Field(1.0, gt=0, description="Largest norm of the gradient; null for no bound.")
     loss_on: LossOn = Field("response", description="Tokens that are trained on.")
-    domain: str = Field("harmful", description="Name of the subject's data that is attacked with.")
+    domain: str = Field("harmful", description="Name of the subject's data with which it is attacked.")
     template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
     benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")
     benign_share: float = Field(
         0.0, ge=0, le=1,
-        description="Share of each later batch that is benign examples: an attacker who keeps the model's abilities; "
-        "1 trains only on these.",
+        description="Share of benign examples in each later batch, as from an attacker who keeps the model's "
+        "abilities; 1 trains only on these.",
     )  # fmt: skip
     precision: Precision = Field(
         "fp32",
@@ -310,9 +310,9 @@ class FolderAttack(TextOptions):
     )  # fmt: skip
     precision: Literal["fp32", "mixed", "rounded"] | None = Field(
         None,
-        description="Weights in float32; mixed, the same with bfloat16 autocast; or rounded, weights and gradients in "
-        "bfloat16, with steps and states in float32 and random rounding, which takes 12 bytes for each weight in "
-        "place of 16. By default rounded above a billion weights.",
+        description="Precision of the training. fp32: weights in float32. mixed: the same with bfloat16 autocast. "
+        "rounded: weights and gradients in bfloat16, steps and states in float32, and random rounding, which "
+        "takes 12 bytes for each weight instead of 16. The default is fp32, and above a billion weights rounded.",
     )
     threshold: float | None = Field(
         None, ge=0, le=1,
@@ -353,9 +353,11 @@ class FolderAttack(TextOptions):
         if self.lr == ():
             raise UsageError("The list of learning rates is empty.", cure="Give --lr LR,LR,..., or leave it out.")
         if self.address is not None and self.engine != "ray":
-            raise UsageError("The address names a Ray cluster, and no attack runs there.", cure="Give --engine ray.")
+            raise UsageError(
+                "The address of a Ray cluster was given, but attacks run on this machine.", cure="Give --engine ray."
+            )
         if self.benign_share and self.benign is None:
-            raise UsageError("benign_share mixes in benign rows, and none were given.", cure="Give benign rows.")
+            raise UsageError("A benign_share needs benign rows, and none were given.", cure="Give benign rows.")
         taken = {DEFENDED, "undefended", "model"} & self.also.keys()
         if taken:
             raise UsageError(f"The name {min(taken)!r} among the further models is taken.", cure="Choose another.")

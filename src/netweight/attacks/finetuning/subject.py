@@ -216,7 +216,7 @@ class Subject:
         return domain.score or token_accuracy(domain.held_out, pad_id=self.pad_id)
 
     def digest(self) -> str:
-        """Return a digest of weights and examples; scores are functions and do not enter."""
+        """Return a digest of weights and examples. It does not include the scores, which are functions."""
         weights = [
             [name, str(tensor.dtype), list(tensor.shape), digest_tensor(tensor)]
             for name, tensor in self.model.state_dict().items()

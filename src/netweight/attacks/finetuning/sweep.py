@@ -106,7 +106,7 @@ def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
 def _made(factory: str, arguments: str) -> Subject:
     made = import_named(factory, "The subject's factory")(**json.loads(arguments))
     if not isinstance(made, Subject):
-        raise UsageError(f"The factory {factory!r} makes a {type(made).__name__}, not a Subject.")
+        raise UsageError(f"The factory {factory!r} returns a {type(made).__name__}, not a Subject.")
     return made
 
 

@@ -254,7 +254,7 @@ def _finals(
         if fitting < count:
             progress.note(
                 f"The best attacks are run again from {fitting} of {count} seeds: one seed takes up to "
-                f"{one_seed / 60:.1f} minutes on all models. A second call with more --minutes goes on."
+                f"{one_seed / 60:.1f} minutes on all models. A second call with more --minutes continues."
             )
         count = fitting
     return from_seeds(range(1, 1 + count))

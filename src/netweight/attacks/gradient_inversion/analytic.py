@@ -173,7 +173,9 @@ class HypernetworkChange:
         for name, old in self.before.items():
             new = self.after.get(name)
             if new is None or new.shape != old.shape:
-                raise UsageError(f"{name!r} is missing after, or has another shape than {tuple(old.shape)}, as before.")
+                raise UsageError(
+                    f"{name!r} is missing after the training, or has another shape than {tuple(old.shape)}, as before."
+                )
             slope = old.to(torch.float64, copy=True).sub_(new).div_(lr).sub_(old, alpha=weight_decay)
             if not slope.sum().isfinite():
                 raise UsageError(

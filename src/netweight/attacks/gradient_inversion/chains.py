@@ -350,7 +350,7 @@ def imprint(
     code: Tensor | None = None,
     seed: int,
 ) -> Imprint:
-    """Choose the heads of a hypernetwork so that clients print their images into their updates.
+    """Choose the heads of a hypernetwork so that the clients' updates contain copies of their images.
 
     Args:
         state: The honest shared state; the trunk is left as it is. Tensors by name.

@@ -21,7 +21,7 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
         raise UsageError("Nothing was observed, so there is nothing to match.")
     for name in names:
         if name not in imitated:
-            raise not_found(f"The client would send no tensor {name!r}.", name, imitated)
+            raise not_found(f"The client does not send a tensor {name!r}.", name, imitated)
         if observed[name].shape != imitated[name].shape:
             shape, sent = tuple(observed[name].shape), tuple(imitated[name].shape)
             raise UsageError(f"The observed tensor {name!r} has shape {shape}; the client would send {sent}.")

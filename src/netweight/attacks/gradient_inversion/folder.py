@@ -106,7 +106,7 @@ def _model(where: str, params: Path | None) -> nn.Module:
     with running(f"The model {where!r}"):
         model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {where!r} is neither a torch module nor a function that makes one.")
+        raise UsageError(f"--model {where!r} is neither a torch module nor a function that returns one.")
     if params is not None:
         try:
             loaded = model.load_state_dict(_tensors(params), strict=False)

@@ -203,7 +203,9 @@ class MatchingConfig:
         if self.distance not in ("cosine", "squared"):
             raise UsageError(f"IG has no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
-            raise UsageError(f"IG cannot run with {self}.", cure="Steps and restarts are at least 1, weights positive.")
+            raise UsageError(
+                f"IG cannot run with {self}.", cure="Use at least 1 step and 1 restart, and positive weights."
+            )
 
 
 def invert(
@@ -333,7 +335,7 @@ class ROGConfig:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if min(self.steps, self.factor, self.restarts) < 1 or self.lr <= 0:
-            raise UsageError(f"ROG cannot run with {self}.", cure="All numbers are positive.")
+            raise UsageError(f"ROG cannot run with {self}.", cure="Use positive numbers.")
 
 
 def rog_client(model: nn.Module) -> LocalUpdate:
@@ -432,7 +434,7 @@ class DLGConfig:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if self.steps < 1 or self.restarts < 1:
-            raise UsageError(f"DLG cannot run with {self}.", cure="Steps and restarts are at least 1.")
+            raise UsageError(f"DLG cannot run with {self}.", cure="Use at least 1 step and 1 restart.")
 
 
 def dlg(

@@ -56,7 +56,7 @@ class PeelingConfig:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if min(self.softening, self.rounds, self.steps, self.restarts) < 1 or self.prior <= 0 or self.smoothness < 0:
-            raise UsageError(f"Peeling cannot run with {self}.", cure="Counts are at least 1, weights positive.")
+            raise UsageError(f"Peeling cannot run with {self}.", cure="Use counts of at least 1, and positive weights.")
 
 
 def invert_generated(
@@ -335,7 +335,7 @@ class TailoredConfig:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
-            raise UsageError(f"The tailored attack cannot run with {self}.", cure="Counts and rates are positive.")
+            raise UsageError(f"The tailored attack cannot run with {self}.", cure="Use positive counts and rates.")
 
 
 def tailored(

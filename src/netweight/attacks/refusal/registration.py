@@ -25,9 +25,9 @@ SAFEGUARDS: Attack[Any] = Attack(
     attack=lazy(f"{_COMMANDS}:attack_safeguards"),
     title="Safeguards",
     summary="Run all attacks on a language model's safeguards, and report the cost of breaking them.",
-    description="Searches for the fine-tuning attack that needs fewest steps, beside the base, random weights and a "
-    "domain that was never learned where these are given, and removes refusal without training. OUT receives "
-    "attacks.jsonl, from which a second call continues, and one report.",
+    description="Searches for the fine-tuning attack that needs the fewest steps, and removes refusal without "
+    "training. The base, random weights and a domain that was never learned are attacked for comparison, if they are "
+    "given. OUT receives attacks.jsonl, from which a second call continues, and one report.",
     example="netweight attack safeguards my-model --harmful harmful.jsonl --refused refused.jsonl "
     "--ordinary ordinary.jsonl --out safeguards",
     check=lazy(f"{_COMMANDS}:check_safeguards"),

@@ -122,7 +122,7 @@ class RefusalSettings(_EditOptions):
         if self.refused == self.ordinary:
             raise UsageError("Refused and ordinary prompts are the same rows.", cure="Give others as --ordinary.")
         if not all(phrase.strip() for phrase in self.phrases):
-            raise UsageError("A phrase of --phrases is empty: every answer would hold it.", cure="Leave it out.")
+            raise UsageError("A phrase of --phrases is empty: every answer contains it.", cure="Leave it out.")
         for kind in self.edits:
             if kind not in EDITS:
                 raise not_found(f"There is no kind of edit {kind!r}.", kind, EDITS)

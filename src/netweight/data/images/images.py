@@ -240,8 +240,8 @@ def load_folder(
     untested = [name for number, name in enumerate(classes) if not bool((labels[1] == number).any())]
     if untested:
         remarks.append(
-            f"{len(untested)} of {len(classes)} classes have no test picture, such as {untested[0]!r}: accuracy says "
-            "nothing of them."
+            f"{len(untested)} of {len(classes)} classes have no test picture, such as {untested[0]!r}: the accuracy "
+            "does not cover them."
         )
     mean, std = measured_mean_std(images[0])
     return Images(

@@ -276,7 +276,7 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
     if read == written:
         raise UsageError(f"{source} cannot be its own target.", cure="Choose another name.")
     if source.is_dir() and (written.is_relative_to(read) or read.is_relative_to(written)):
-        raise UsageError(f"{source} and {target} are inside one another.", cure="Choose a place beside it.")
+        raise UsageError(f"One of {source} and {target} is inside the other.", cure="Choose a place outside of it.")
     if target.is_dir() and source.is_file():
         raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
     if target.is_file() and source.is_dir():

@@ -107,7 +107,7 @@ class Guarantee:
         if self.removed is not None:
             text += f"; {self.removed:.4g} if its change is only left out"
         if self.holders > 1:
-            text += f"; counted over the {self.holders} clients that hold it"
+            text += f"; counted over the {self.holders} clients that have it"
         return f"{text}), {about}"
 
 

@@ -351,7 +351,7 @@ def mean_of(values: Sequence[float]) -> float:
 
 
 def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
-    """Attack a federation's updates: what would its server have seen?
+    """Attack a federation's updates, to measure what its server could have reconstructed.
 
     Args:
         run: A trained federation.

@@ -95,7 +95,7 @@ class _Request(Federation, _Clients):
     epsilon: float | None = Field(
         default=None, gt=0,
         description="Privacy budget ε of dp-fedavg, for one example added or removed, over all updates of all "
-        "clients that hold it. By default 4.",
+        "clients that have it. By default 4.",
     )  # fmt: skip
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the privacy budget.")
     noise_multiplier: float | None = Field(
@@ -190,9 +190,10 @@ class FederationAudit(Settings):
     search_steps: int = Field(default=4800, ge=1, description="Steps of the search for a batch of images.")
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),
-        description="A threat model: local batch size, local steps, clients in a sum; then what the server knows and "
-        "does: +first (the first round), +embeddings (it knows the clients' embeddings), +queries=K (K answers to "
-        "one state), and what a malicious server sends: +imprint, +thresholds, +fishing. May be repeated.",
+        description="Threat model: local batch size, local steps and, for a sum, the number of clients; then words "
+        "for what the server does: +first (it attacks the first round), +embeddings (it knows the clients' "
+        "embeddings), +queries=K (it sends the same weights K times), or +imprint, +thresholds or +fishing (it "
+        "is malicious). May be given several times.",
     )
     seed: int = Field(default=0, description="Seed of the choice of images and of the attacks.")
     app: str | None = Field(default=None, description="For a Flower run: the app as MODULE:NAME, such as app:both.")

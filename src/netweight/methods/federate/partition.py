@@ -42,7 +42,7 @@ def dominant_groups(
     if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
         raise UsageError(
             f"There cannot be {clients} clients of {per_client} samples, {uniform} of them uniform, from {start} on.",
-            cure="Counts are at least 1, the uniform share lies in [0, 1], the start is at least 0.",
+            cure="Use counts of at least 1, a uniform share in [0, 1], and a start of at least 0.",
         )
     even = int(per_client * uniform)
     shares = []
@@ -103,7 +103,7 @@ def matching_test(
     if per_client < 1 or not all(len(part) for part in parts):
         raise UsageError(
             f"No {per_client} test samples can match the train samples.",
-            cure="Every client needs a train sample, per_client is at least 1.",
+            cure="Give every client a training sample, and use per_client of at least 1.",
         )
     available = torch.tensor([len(own) for own in order])
     shares = []

@@ -47,9 +47,16 @@ class ServerAttack(Settings):
         description="A further method that is trained on the same data and attacked in the same way, such as fedavg.",
     )
     updates: int = Field(5, ge=1, description="Number of updates to attack. A 95 % interval needs at least 5.")
-    noise: float = Field(0.01, ge=0, description="Noise that is tried, as a multiple of the norm; 0 leaves it out.")
-    clip: float = Field(1.0, gt=0, description="Norm that updates are clipped to where there is noise.")
-    summed_over: int = Field(10, ge=1, description="Clients of the secure sum that is tried; 1 leaves it out.")
+    noise: float = Field(
+        0.01,
+        ge=0,
+        description="Noise that is added to updates in a further attack, as a multiple "
+        "of `clip`; 0 leaves this attack out.",
+    )
+    clip: float = Field(1.0, gt=0, description="Norm to which updates are clipped before noise is added.")
+    summed_over: int = Field(
+        10, ge=1, description="Number of clients in a secure sum that is attacked; 1 leaves this attack out."
+    )
     softening: int = Field(26, ge=1, description="Steps of the image search from soft to sharp guesses.")
     rounds: int = Field(16, ge=1, description="Rounds of the image search after that.")
     search_steps: int = Field(1200, ge=1, description="Steps of the search for a whole batch.")
@@ -121,7 +128,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
 
 _INTRO = (
     "The server knows the network, the learning rate and what it sent, and no label. One step on one image is the "
-    "worst case; a gradient that is known is as good as the image. Similarities are PSNR and SSIM, where 1 is the same "
+    "worst case: whoever knows its gradient can compute the image. Similarities are PSNR and SSIM, where 1 is the same "
     "image. Their baseline is the better of a random and an average image of other clients; that of cosines is what "
     "the published average of all clients reveals.\n\nNoise: every client clips its update and adds noise to all of "
     "it. A secure sum: the server sees only the average. A malicious server can separate the clients of a sum if they "

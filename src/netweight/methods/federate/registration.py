@@ -13,7 +13,7 @@ SERVER: Attack[Any] = Attack(
     attack=lazy(f"{_RECIPE}:attack"),
     title="What the server sees",
     summary="Reconstruct clients' images from what a federation's server sees.",
-    description="MODEL is the folder of a federation that ended. The attack reads gradients and images from what "
+    description="MODEL is the folder of a finished federation. The attack reads gradients and images from what "
     "clients send, also through noise and secure sums, and with a server that deviates from the protocol.",
     example="netweight attack server federation --out attacks",
     check=lazy(f"{_RECIPE}:check_server"),
@@ -79,7 +79,7 @@ COMMANDS: tuple[Entry, ...] = (
         lazy("netweight.methods.federate.folder:FederationExport"),
         run=lazy(f"{_COMMANDS}:export"),
         summary="Write a client's model as state dicts of body and head.",
-        description="Writes body.safetensors and head.safetensors, which your own modules take by load_state_dict.",
+        description="Writes body.safetensors and head.safetensors, which your own modules load with load_state_dict.",
         example="netweight federate export federation weights --client 3",
         arguments=(Argument("folder", "folder"), Argument("target", "new")),
     ),

@@ -25,7 +25,7 @@ def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = Q
     return Section(
         "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
         tables=[client_table(run), *odd_clients(run.rounds)], warnings=run.task.remarks,
-        question="How well does the personalized model do?",
+        question="How accurate are the personal models?",
         intro="Before: the model that a client has from what it received and what it keeps. After: the same client's "
         "model when its local training ends. Each client counts once.",
     )  # fmt: skip
@@ -47,7 +47,7 @@ def rounds_section(rounds: Sequence[Round], method: str, *, seed: int) -> Sectio
         figures = [training_figure(rounds, method)]
     return Section(
         "Accuracy", findings, figures=figures, tables=odd_clients(rounds),
-        question="How well does the personalized model do?",
+        question="How accurate are the personal models?",
         intro="This section comes from the history of the Flower server. Clients reported the accuracies.",
     )  # fmt: skip
 

@@ -54,7 +54,7 @@ def screen(
     aggregator = settings.aggregator
     if not alike and aggregator.compares_values:
         raise UsageError(
-            f"Each client is sent something else, so that {AGGREGATORS.name_of(aggregator)} has nothing to compare.",
+            f"Each client receives other tensors, so that {AGGREGATORS.name_of(aggregator)} has nothing to compare.",
             cure="Use the aggregator bounded-mean, clipped-mean or mean.",
         )
     suspects: dict[int, list[str]] = {one.client: [] for one in updates}

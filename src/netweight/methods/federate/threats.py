@@ -46,7 +46,7 @@ class ThreatModel:
     def __post_init__(self) -> None:
         """Check the values."""
         if min(self.batch_size, self.local_steps, self.summed_over, self.queries) < 1 or (self.examples or 1) < 1:
-            raise UsageError(f"There is no such threat model: {self}.", cure="All numbers are at least 1.")
+            raise UsageError(f"There is no such threat model: {self}.", cure="Use numbers of at least 1.")
 
     @property
     def client_examples(self) -> int:

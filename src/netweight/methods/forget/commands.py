@@ -89,7 +89,7 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
     _write(out / "detection.json", {**payload, "findings": findings})
     cells = [(f"{row['similarity']:.3f}", f"{row['highest']:.3f}", f"{row['wen']:.3g}",
               "memorized" if row["memorized"] else "", row["prompt"]) for row in rows]  # fmt: skip
-    below = "" if limit.prompts_below is None else f"; {limit.prompts_below:.0%} of ordinary prompts lie below"
+    below = "" if limit.prompts_below is None else f"; {limit.prompts_below:.0%} of the ordinary prompts are below it"
     return Result(
         [
             Rows(("similarity", "highest", "Wen's norm", "", "prompt"), cells),

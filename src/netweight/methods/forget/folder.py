@@ -114,8 +114,8 @@ def forget_folder(
             )
         if settings.pipeline.embeddings:
             names = ", ".join(path.name for path in settings.pipeline.embeddings)
-            remarks += (f"The words of {names} were known to the edit, and are not part of the result: load the same "
-                        "files where it is used.",)  # fmt: skip
+            remarks += (f"The edit used the words of {names}, which the result does not contain: load the same files "
+                "wherever the result is used.",)  # fmt: skip
         record = replace(record, remarks=remarks)
         return write_edited(job, model, record, destination, other_weights=settings.other_weights, undo=settings.undo)
 

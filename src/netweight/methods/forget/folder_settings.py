@@ -112,7 +112,7 @@ class FolderForgetting(_EditSettings):
             )
         if self.anchors is not None and not chosen.anchored:
             raise UsageError(
-                f"The method {chosen.name} takes no anchors.", cure="Leave them out, or choose another method."
+                f"The method {chosen.name} does not use anchors.", cure="Leave them out, or choose another method."
             )
         missing = [name for name in ("targets", "ordinary") if getattr(self, name) is None]
         if missing and chosen.needs_prompts:

@@ -169,7 +169,7 @@ def _layer(name: str, attention: Any) -> ValueLayer:
     processor = type(getattr(attention, "processor", None)).__name__
     if "Fused" in processor:
         raise Unsupported(
-            f"Keys and values of {name!r} are fused, so that its to_v is not at work.",
+            f"Keys and values of {name!r} are fused, so that its to_v is not used.",
             cure="Call unfuse_qkv_projections() first.",
         )
     module = attention.to_v

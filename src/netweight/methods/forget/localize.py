@@ -119,7 +119,7 @@ def localize(
     folder: str | Path | Job,
     progress: Progress = QUIET,
 ) -> list[Localization]:
-    """Find the neurons of prompts; each result is kept as soon as it is there.
+    """Find the neurons of prompts, and store each result as soon as it exists.
 
     Args:
         model: The model.

@@ -94,7 +94,8 @@ COMMANDS: tuple[Entry, ...] = (
         summary="Compare an edited pipeline with the one before its edit.",
         description="Five audits: how well detection separates memorized prompts from others; whether the model's "
         "errors show which pictures it was trained on or made to forget; which neurons were found; images of the same "
-        "seeds before and after the edit, and with as many random neurons off; and whether a search for embeddings "
+        "seeds before and after the edit, and with as many random neurons switched off; and whether a search for "
+        "embeddings "
         "brings images back. OUT receives the report, and scores, images and searches, from which a second call "
         "continues. Exits with 1 if a target is missed or could not be measured.",
         example="netweight forget audit edited --base my-pipeline --targets targets.csv --ordinary ordinary.txt "

@@ -70,7 +70,7 @@ def _editable(denoiser: nn.Module, units: Units) -> dict[str, ValueLayer]:
     adapted = [name for name in units.modules if layers[name].adapted]
     if adapted:
         raise Unsupported(
-            f"An adapter is at work in {adapted[0]!r}, so that its weights are not all there is to scale.",
+            f"An adapter is active in {adapted[0]!r}, and scaling the weights would not scale the adapter.",
             cure="Merge it first: pipeline.fuse_lora(), then pipeline.unload_lora_weights().",
         )
     return layers

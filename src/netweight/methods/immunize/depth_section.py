@@ -18,7 +18,8 @@ TITLE = "Depth of the defense"
 _INTRO = (
     "The depth of a defense decides how much an attacker has to undo. Weights: how far each block moved. Lens: the "
     "loss on answers if the model ended at a depth, through its own final norm and unembedding. Probes: whether a "
-    "logistic regression still tells representations of harmful from those of harmless answers; it is trained and "
+    "logistic regression still separates the representations of harmful answers from those of harmless ones; it "
+    "is trained and "
     "tested on different pairs. None of this measures how long the model resists; attacks measure that."
 )
 
@@ -64,7 +65,7 @@ def _weights(analysis: DepthAnalysis) -> Finding:
         unit="×",
         detail={
             "mean change relative to the weights' norm": dict(zip(("first half", "second half"), halves, strict=True)),
-            "note": "1 is uniform; near 0, the defense sits in the last blocks alone",
+            "note": "1 is uniform; near 0, the defense changed only the last blocks",
             **({} if halves[1] else {"reason": "the second half did not move" if half else "there is one block"}),
         },
     )

@@ -60,7 +60,7 @@ class TrainingSettings(Settings):
     )
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a `step`, counted from 0, of so many `steps`."""
+        """Return the learning rate at a `step`, counted from 0, of a training of `steps` steps."""
         rising = math.ceil(self.warmup * steps)
         if step < rising:
             return self.lr * (step + 1) / rising

@@ -159,7 +159,7 @@ def neighbor_findings(samples: Tensor, training: Tensor) -> list[Finding]:
     if not middle > 0:
         raise UsageError(
             "Most training models have an identical copy, so distances carry no information.",
-            cure="Take the copies out.",
+            cure="Remove the copies.",
         )
     precision = _within(ours, theirs)
     recall = _within(theirs, ours)
@@ -201,6 +201,8 @@ def _checked(samples: Tensor, training: Tensor, names: Sequence[str] | None) -> 
 
 
 fitted_space = _audit("Fit", "How much of the adapters' variance does the space explain?", _fit_findings)
-drawn_points = _audit("Neighbors", "Do drawn points lie where models lie, without copying one?", _point_findings)
+drawn_points = _audit(
+    "Neighbors", "Are drawn points in the region of the models, without copying one?", _point_findings
+)
 moved_points = _audit("Directions", "How well do directions separate held-out models?", direction_findings)
 written_adapters = _audit("Files", "Do the written adapters equal the points?", _written_findings)

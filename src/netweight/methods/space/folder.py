@@ -185,7 +185,9 @@ def find_similar(file: Path, bank: Path, count: int, progress: Progress) -> list
     shapes = opened.shapes
     shared = {name: change for name, change in adapter.factors.items() if shapes.get(name) == change.shape}
     if not shared:
-        raise UsageError(f"{file} changes no module that {bank} does, in the same shape.", cure="Name another bank.")
+        raise UsageError(
+            f"{file} does not change any module in the same shape as the adapters of {bank}.", cure="Name another bank."
+        )
     whole, similar = adapter.norm(), []
     for start, stack in read_blocks(opened, len(opened), description="Adapters", progress=progress):
         part = stack.only(shared)

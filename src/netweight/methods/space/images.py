@@ -106,8 +106,8 @@ def attack(target: Target, settings: PointImages, progress: Progress) -> Section
     return Section(
         "Images", [replace(each, target=None) for each in findings], figures=figures,
         question="What do points look like, and what do edits change?",
-        intro="Images of each point, from the same noise. Attributes are read from images; edits move training models "
-        "along a direction, by multiples of the farthest model.",
+        intro="Images of each point, from the same noise. Attributes are measured in the images. For the edits, "
+        "training models are moved along a direction; the unit of a step is the distance of the farthest model.",
         conclusion=" ".join(words for _, words in conclusions), outcome=worst(outcome for outcome, _ in conclusions),
     )  # fmt: skip
 

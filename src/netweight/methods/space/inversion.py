@@ -470,7 +470,7 @@ def of_denoiser(changes: Mapping[str, Tensor], denoiser: nn.Module) -> dict[str,
         if name not in own and part not in DENOISERS:
             raise Unsupported(
                 f"The space changes {name}, which is not a module of the denoiser.",
-                cure="Only changes of the denoiser can be painted or inverted; is the space of another model?",
+                cure="Give a space whose adapters change only the denoiser of this pipeline.",
             )
         renamed[name if name in own else rest] = change
     return renamed

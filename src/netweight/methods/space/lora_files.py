@@ -43,7 +43,7 @@ def named_model(model: str | None) -> NamedModel:
     modules = model_modules(Path(model)) if Path(model).is_dir() else None
     if modules is None:
         raise UsageError(
-            f"{model} names no architecture that is installed here.",
+            f"{model} does not name an architecture that is installed here.",
             cure="Name a folder with config.json or model_index.json, or one of "
             f"{', '.join(table.key for table in namings())}.",
         )

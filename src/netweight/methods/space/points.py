@@ -100,7 +100,7 @@ class Direction:
         return float(self.vector.norm())
 
     def step(self, strength: float, unit: Unit = "deviations") -> Tensor:
-        """Return what is added to scores, shape `(k,)`, fp64.
+        """Return the change of scores, shape `(k,)`, fp64.
 
         Args:
             strength: How far, negative to go back.
@@ -222,7 +222,9 @@ def nearest(
             cure="Give points, scores and names of one space.",
         )
     if not points.isfinite().all():
-        raise UsageError("A point contains NaN or infinity.", cure="Did an inversion diverge? Look at its losses.")
+        raise UsageError(
+            "A point contains NaN or infinity.", cure="An inversion may have diverged: inspect its losses."
+        )
     if measure not in ("cosine", "distance"):
         raise UsageError(f"There is no measure {measure!r}.", cure="Use cosine or distance.")
     center = scores.mean(0)

@@ -100,7 +100,7 @@ COMMANDS: tuple[Entry, ...] = (
         {"directions": lazy(f"{_AUDITS}:moved_points"), "images": None},
         run=lazy(f"{_COMMANDS}:edit"),
         summary="Move points along directions.",
-        description=f"{_A_POINT} `netweight space export` makes an adapter of the result.",
+        description=f"{_A_POINT} `netweight space export` writes the result as an adapter.",
         example="netweight space edit space mean --move beard.json=2 --out points.json",
         arguments=(_SPACE, _POINT, _MOVED_BANK, OVERWRITE, _POINTS),
         skip=("point",),
@@ -178,8 +178,8 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:MergeSettings"),
         run=lazy(f"{_COMMANDS}:merge"),
         summary="Merge adapters of one base model into one.",
-        description="They may be of any rank, layout and naming, of the same modules or of others, from a space or "
-        "from elsewhere. A weighted sum is exact without --rank; ties and dare take the highest rank of ADAPTER where "
+        description="The adapters may have any rank, layout, naming and modules, and need not come from a space. A "
+        "weighted sum is exact without --rank; ties and dare take the highest rank of ADAPTER where "
         "none is given. Trigger words and tags of all files are kept.",
         example="netweight space merge one.safetensors two.safetensors merged --weight 0.5 --weight 0.5",
         arguments=(Argument("adapters", "path", metavar="ADAPTER...", many=True), _DST, OVERWRITE),
@@ -210,7 +210,8 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:extract"),
         summary="Write what training changed as a LoRA.",
         description="BASE and TUNED are folders of one model (of transformers or diffusers, or a whole pipeline), or "
-        "single files in the names of diffusers or of the model's authors. The LoRA is the best one of --rank. Norms, "
+        "single files in the names of diffusers or of the model's authors. The LoRA is the best approximation of "
+        "this --rank. Norms, "
         "embeddings and added tokens are left out and listed; the error is over everything that changed.",
         example="netweight space extract base tuned lora --rank 16",
         arguments=(SOURCE.named("source", metavar="BASE"), SOURCE.named("tuned", metavar="TUNED"), _DST, OVERWRITE),
@@ -221,9 +222,9 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:bake"),
         summary="Add LoRAs to the weights of a model.",
         description="MODEL is a safetensors file, a model's folder or a pipeline's, compressed or not. A LoRA may be "
-        "in any known naming and of any kind (DoRA, LoHa and LoKr, too), with a weight behind it: "
-        "style.safetensors=0.8. Some rows of a tensor are in memory at a time, everything else of MODEL is copied byte "
-        "for byte, and what was written is read back.",
+        "in any known naming and of any kind (also DoRA, LoHa and LoKr). A weight may follow its name: "
+        "style.safetensors=0.8. Only some rows of a tensor are in memory at a time. Everything else of MODEL is "
+        "copied byte for byte, and the written files are read back.",
         example="netweight space bake my-pipeline style.safetensors=0.8 person.safetensors baked",
         arguments=(
             SOURCE.named("model", metavar="MODEL"), Argument("adapters", "text", metavar="LORA[=WEIGHT]...", many=True),

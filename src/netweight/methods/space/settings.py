@@ -257,7 +257,7 @@ class EditSettings(Settings):
     def check(self) -> None:
         """There is a move."""
         if not self.moves:
-            raise UsageError("There is no move.", cure="Give one: DIRECTION=STRENGTH.")
+            raise UsageError("No move was given.", cure="Give one: DIRECTION=STRENGTH.")
         if self.fitted and self.labels is None:
             raise UsageError(
                 f"{self.fitted[0]!r} is not a file, and there are no labels to fit a direction of that name to.",

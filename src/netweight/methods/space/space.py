@@ -580,7 +580,8 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     error = orthonormality(components_by_variance)
     if error > _UNIT:
         raise CorruptBlob(
-            f"{folder / 'V.pt'}: its components are not orthonormal, by {error:.1e}.", cure="Fetch the file again."
+            f"{folder / 'V.pt'}: its components are not orthonormal; their error is {error:.1e}.",
+            cure="Fetch the file again.",
         )
     variances = scores.double().var(0)
     total = float(length)  # every number was divided by its deviation

@@ -80,7 +80,7 @@ class PrivateTensors:
         if round not in self.after and (round or self.after):
             raise UsageError(
                 f"Client {self.client} keeps its private tensors after the rounds {sorted(self.after)}; the server "
-                f"goes on from round {round}.",
+                f"continues from round {round}.",
                 cure="Put the server's checkpoint or the client's file back, or delete both to "
                 "start again from the beginning.",
             )
@@ -160,7 +160,7 @@ def import_private(source: str | Path, folder: str | Path, *, start: bool = Fals
     with _job_of(folder, client) as job:
         if job.load() is not None:
             raise UsageError(
-                f"{job.folder} holds private tensors of client {client} already.", cure="Move the folder away."
+                f"{job.folder} already contains private tensors of client {client}.", cure="Move the folder away."
             )
         PrivateTensors(client, federation, {round: tensors}).save(job)
         return job.folder
@@ -193,7 +193,7 @@ def client_app(
         UsageError: A budget has no folder to be kept in.
     """
     if budget is not None and folder is None:
-        raise UsageError("A budget has to be kept on the client's disk.", cure="Give a folder.")
+        raise UsageError("The account of a budget must be stored on the client's disk.", cure="Give a folder.")
     app = ClientApp()
 
     @app.query()
@@ -216,7 +216,7 @@ def client_app(
         if place is None:
             if budget is not None:
                 raise UsageError(
-                    "A budget has to be kept on the client's disk, and this node has no folder.",
+                    "The account of a budget must be stored on the client's disk, and this node has no folder.",
                     cure="Give its private-folder in --node-config.",
                 )
             return answered(message, context, None)
@@ -233,7 +233,7 @@ def client_app(
         rehearsed: int | None = chosen(seed, context)
         if budget is not None and rehearsed is not None:
             raise UsageError(
-                "Noise that is drawn from a known seed can be computed and taken off, so that no budget is kept.",
+                "Noise that is drawn from a known seed can be computed and subtracted, so that a budget does not hold.",
                 cure="Leave the rehearsal's seed out, or the budget.",
             )
         spent = answers.admit(order, sent, privacy_of(own_method, task.client(number).n), budget, repeats)
@@ -319,7 +319,7 @@ class Answers:
                 f"This client has a privacy budget, but no ε can be stated for its answers: "
                 f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
-                "alone; an answer that has left cannot be taken back.",
+                "alone; an update that was sent cannot be recalled.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
             raise Abstention(

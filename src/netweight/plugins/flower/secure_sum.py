@@ -185,15 +185,13 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
             )
         if len(trial.messages) > _MOST:
             raise UsageError(
-                f"A sum over {len(trial.messages)} clients could overflow its words; up to {_MOST} can be summed.",
+                f"A sum over {len(trial.messages)} clients could overflow its integers; up to {_MOST} can be summed.",
                 cure="Ask fewer clients in a round: lower `fraction`.",
             )
         # A weight is what the client said before any sum, and no more than the bound: one that says more takes no part.
         weights = over.nodes.examples
         faults = {
-            client: Fault(
-                f"says that it has {weights[client]} examples, more than {over.nodes.weight(client)} can be summed"
-            )
+            client: Fault(f"reports {weights[client]} examples, more than {over.nodes.weight(client)} can be summed")
             for client in trial.messages
             if weights[client] > over.nodes.weight(client)
         }
@@ -228,9 +226,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         faults |= {client: why for client, why in silent.items() if client not in results}
         for client, result in results.items():
             if result.num_examples != weights[client]:
-                faults[client] = Fault(
-                    f"says that it has {result.num_examples} examples; it registered {weights[client]}"
-                )
+                faults[client] = Fault(f"reports {result.num_examples} examples; it registered {weights[client]}")
                 over.nodes.examples[client] = 2**62  # takes no part in another attempt
                 total.mean = None
         most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too

@@ -321,7 +321,7 @@ class OverGrid:
             try:
                 update = read_answer(reply, client)
                 if (said := self.nodes.examples[client]) != update.n:
-                    raise UsageError(f"says that it has {update.n} examples; it registered {said}")
+                    raise UsageError(f"reports {update.n} examples; it registered {said}")
                 updates.append(_on_disk(_against_state(update, trial.messages[client], self.rounds.state), folder))
             except UsageError as error:
                 updates.append(Update(client, 0, {}, trial.round, fault=Fault(error.reason, "error")))
@@ -346,7 +346,7 @@ def wait_for_nodes(grid: Grid, count: int, patience: float) -> None:
     while (here := len(patiently(grid.get_node_ids))) < count and time.monotonic() < deadline:
         time.sleep(_POLL)
     if here < count:
-        _LOG.warning("%d of %d nodes are connected after %.0f seconds; going on with these.", here, count, patience)
+        _LOG.warning("%d of %d nodes are connected after %.0f seconds; continuing with these.", here, count, patience)
 
 
 @final

@@ -188,7 +188,7 @@ class AdapterBank:
 
     @property
     def base(self) -> str | None:
-        """Name of the model that the adapters were trained on, if their files said it."""
+        """Name of the model that the adapters were trained on, if their files state it."""
         return self._record.base
 
     @property
@@ -198,7 +198,7 @@ class AdapterBank:
 
     @property
     def provenance(self) -> Mapping[str, Mapping[str, str]]:
-        """Adapter → what its file says of where it comes from: training, trigger words, licence."""
+        """Adapter → what its file states about its origin: training, trigger words, licence."""
         return self._record.provenance
 
     @property
@@ -607,7 +607,7 @@ def _misfits(headers: Mapping[str, _AdapterHeader], expected: BankRecord) -> dic
             bad[name] = UsageError(f"{one.path} {reason}.", cure="Put it into another bank, or leave it out.")
         elif extra := sorted(dict(one.kind.shapes).keys() - expected.modules.keys()):
             bad[name] = UsageError(
-                f"{one.path} changes also {few(extra)}, which the bank does not.",
+                f"{one.path} also changes {few(extra)}, which the bank does not.",
                 cure="Choose the bank's modules (--modules PATTERN), or make another bank of both.",
             )
     return bad

@@ -38,7 +38,7 @@ def published_tensor(path: str | Path) -> Tensor:
     """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
     value = _load(Path(path))
     if not isinstance(value, Tensor):
-        raise UsageError(f"{path} holds a {type(value).__name__}, not a tensor.", cure="Give the file of a matrix.")
+        raise UsageError(f"{path} contains a {type(value).__name__}, not a tensor.", cure="Give the file of a matrix.")
     return value
 
 

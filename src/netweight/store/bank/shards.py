@@ -271,7 +271,7 @@ class ShardReader:
         self._store: Store = open_store(path)
         held = set(self._store.names())
         if held != {f"{name}.{part}" for name in modules for part in ("down", "up")} | {"scale", "rank"}:
-            raise CorruptBlob(f"{path} holds other tensors than its bank's modules.", cure="Copy it again.")
+            raise CorruptBlob(f"{path} contains other tensors than its bank's modules.", cure="Copy it again.")
         # rank: shape `(n, modules)`, int64
         self._scale, self.rank = self._store.get("scale"), self._store.get("rank")
         ends = self.rank.cumsum(0)

@@ -285,7 +285,8 @@ def _choose(
             return None, ()
         if not fitting[naming.key]:
             raise UsageError(
-                f"{where}: {written[0].name} is not a module of {naming.title}, nor is any other.",
+                f"{where}: {written[0].name} is not a module of {naming.title}, and neither is any other name in the "
+                "file.",
                 cure="Leave --model out to determine the architecture from the file.",
             )
         return naming, ()
@@ -322,7 +323,7 @@ def _choose(
         raise UsageError(
             f"{where}: {name} may be of {by_key[first].title} ({fitting[first][name][0].module}) or of "
             f"{by_key[differing].title} ({fitting[differing][name][0].module}).",
-            cure=f"Say which (--model {first} or --model {differing}).",
+            cure=f"Choose one (--model {first} or --model {differing}).",
         )
     alike = [key for key in ranked if key != first and evidence[key] // 2 == level // 2
              and not _contradict(fitting[key], fitting[first])]  # fmt: skip
@@ -386,7 +387,7 @@ def _refuse_two(
         if key is not None and alone and not (each.kind and _family(each) in {_family(one) for one in written
                                                                              if one.name == alone}):  # fmt: skip
             raise CorruptBlob(
-                f"{where} holds modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
+                f"{where} contains modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
                 f"{tables[key].title}.",
                 cure="Save the two as files of their own; nothing opens both at once.",
             )

@@ -218,7 +218,7 @@ CONVERT_DORA = f"{CONVERT} And name the base (--weights)."
 _TRAIN = "Train LoRA instead, or extract a LoRA from the merged model (netweight space extract)."
 BAKE = "Put it into its model: netweight space bake MODEL FILE OUT."
 EXTRACT = (
-    "Merge it into its model with the library that it is of (peft: model.merge_and_unload(); diffusers: "
+    "Merge it into its model with the library that wrote it (peft: model.merge_and_unload(); diffusers: "
     "pipeline.fuse_lora(); then save_pretrained), and extract a LoRA: netweight space extract BASE MERGED NEW."
 )
 _MAGNITUDE = r"lora_magnitude_vector|dora_scale|\.magnitude$|\.m$"
@@ -233,7 +233,11 @@ _LOAD_INVERSION = (
     "It is not an adapter. Give it to the program as an embedding, such as netweight forget detect with --embedding."
 )
 _KINDS = (
-    (r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_|\.on_input$", "no LoRA (OFT, VeRA or IA³)", EXTRACT),
+    (
+        r"\.(oft|boft)_|\.oft_blocks|\.vera_lambda|\.ia3_|\.on_input$",
+        "an adapter that is not a LoRA (OFT, VeRA or IA³)",
+        EXTRACT,
+    ),
     (r"\.[ab][12]\.weight$|\.bm\.weight$", "GLoRA, whose change depends on the base's weights", EXTRACT),
     (r"\.set_weight", "weights that replace the model's own", EXTRACT),
     (
@@ -272,14 +276,15 @@ def refuse_kinds(path: Path, names: Mapping[str, int], conversion: Conversion | 
     names = {name: sides for name, sides in names.items() if not (name.endswith(".diff") and sides < 2)}
     only = next(iter(names), "")
     if len(names) == 1 and names[only] in (1, 2) and "." not in only and not _ANY.search(only):
-        raise Unsupported(f"{path} holds {_INVERSION}: tensor {only!r} alone.", cure=_LOAD_INVERSION)
+        raise Unsupported(f"{path} contains {_INVERSION}: tensor {only!r} alone.", cure=_LOAD_INVERSION)
     matching = [name for name in names if _ANY.search(name)]
     for pattern, kind, cure in (*(() if conversion else _CONVERTIBLE), *_KINDS):
         tensors = [name for name in matching if re.search(pattern, name)]
         if tensors:
             more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-            raise Unsupported(f"{path} holds {kind}: tensor {tensors[0]!r}{more}.", cure=cure)
+            raise Unsupported(f"{path} contains {kind}: tensor {tensors[0]!r}{more}.", cure=cure)
     if conversion and conversion.weights is None and any(re.search(_MAGNITUDE, name) for name in matching):
         raise UsageError(
-            f"{path} holds DoRA, whose change depends on the base's weights.", cure="Name the base model (--weights)."
+            f"{path} contains DoRA, whose change depends on the base's weights.",
+            cure="Name the base model (--weights).",
         )

@@ -84,7 +84,7 @@ class LoraSettings:
             raise Unsupported(f"{where} trains biases: {values['bias']!r}.", cure=BAKE)
         if str(values.get("init_lora_weights", True)).lower().startswith(_OTHER_BASE):
             raise Unsupported(
-                f"{where} was begun with {values['init_lora_weights']!r}, which changes the base model.",
+                f"{where} was initialized with {values['init_lora_weights']!r}, which changes the base model.",
                 cure="Save it with path_initial_model_for_weight_conversion, which makes an ordinary LoRA of it.",
             )
         try:
@@ -114,7 +114,7 @@ class LoraSettings:
         try:
             return cls.of(read_object(path), path, conversion=conversion)
         except ValueError as error:
-            raise CorruptBlob(f"{path} is not a JSON ({error}).", cure="Fetch the file again.") from error
+            raise CorruptBlob(f"{path} is not valid JSON ({error}).", cure="Fetch the file again.") from error
 
     def rank_of(self, module: str) -> int:
         """Return a module's rank."""

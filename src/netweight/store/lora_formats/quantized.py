@@ -41,16 +41,18 @@ def refuse_codes(path: Path, store: Store) -> None:
         info = store.info(name)
         blocks = name.endswith(("_blocks", "_scales")) and not (info.dtype == "U8")
         if _CODES.fullmatch(name) and not blocks:
-            raise Unsupported(f"{path} is quantized: {name} belongs to codes, no weights.", cure=_CURE)
+            raise Unsupported(f"{path} is quantized: {name} belongs to codes and not to weights.", cure=_CURE)
         if name.endswith(".weight") and len(info.shape) >= 2 and info.dtype in _NOT_WEIGHTS:
-            raise Unsupported(f"{path} is quantized: {name} holds codes of type {info.dtype}, no weights.", cure=_CURE)
+            raise Unsupported(
+                f"{path} is quantized: {name} contains codes of type {info.dtype} and not weights.", cure=_CURE
+            )
     scaled = "scaled_fp8" in names or any(name.endswith(f".{scale}") for scale in _SCALES for name in names)
     for name in store.names():
         info = store.info(name)
         if scaled and info.dtype in _FP8 and len(info.shape) >= 2 and scale_of(name, names) is None:
             others = next(each for each in sorted(names) if each == "scaled_fp8" or each.endswith(_SCALES))
             raise CorruptBlob(
-                f"{path}: {name} holds fp8 codes without a scale, though {others} says that codes are scaled.",
+                f"{path}: {name} contains fp8 codes without a scale, though {others} says that codes are scaled.",
                 cure="Fetch the file again, or name the model in bf16.",
             )
 

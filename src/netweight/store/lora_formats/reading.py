@@ -192,8 +192,8 @@ def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
         located, remarks, kohya_ends = _locate(file, store, names, task)
         if turned := next((roles for roles in located.values() if "lora_a" in roles), None):
             raise UsageError(
-                f"{file}: {turned['lora_a']} is a factor by mlx-lm, whose scale is in {peft.CONFIG}.",
-                cure=f"Call the file {mlx.WEIGHTS}, and put it beside that file.",
+                f"{file}: {turned['lora_a']} is a factor in the layout of mlx-lm, whose scale is in {peft.CONFIG}.",
+                cure=f"Rename the file to {mlx.WEIGHTS}, and put it beside {peft.CONFIG}.",
             )
         identity = identify(
             {name: _rough_shape(store, roles) for name, roles in located.items()},
@@ -378,7 +378,7 @@ def _parts(
                 if piece.module in parts:
                     other = next(iter(parts[piece.module].tensors.values()))
                     raise CorruptBlob(
-                        f"{file} holds {piece.module} under two names: {other} and {next(iter(factors.values()))}.",
+                        f"{file} contains {piece.module} under two names: {other} and {next(iter(factors.values()))}.",
                         cure="Fetch the file again, or remove one of the two.",
                     )
                 parts[piece.module + embeds] = with_rows(whole, piece.rows)
@@ -423,7 +423,7 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
     config = file.with_name(peft.CONFIG)
     if not config.is_file():
         raise UsageError(
-            f"{config} is missing, so what {file.name} is scaled by is not known.", cure="Also fetch that file."
+            f"{config} is missing, so the scale of {file.name} is not known.", cure="Also fetch that file."
         )
     settings = peft.LoraSettings.read(config, conversion=task.conversion)
     with open_store(file) as store:
@@ -585,7 +585,8 @@ def _only_file(folder: Path) -> Path:
         raise UsageError(f"{folder} contains no adapter.", cure="Name a file or folder of peft, diffusers or kohya.")
     if len(files) > 1:
         raise UsageError(
-            f"{folder} holds several adapters: {files[0].name}, {files[1].name}.", cure="Name one; or make a bank."
+            f"{folder} contains several adapters: {files[0].name}, {files[1].name}.",
+            cure="Name one of them, or collect all in a bank (netweight space ingest).",
         )
     return files[0]
 

@@ -131,7 +131,7 @@ def write_adapter(
     if special := next((name for name in adapter.factors if name.endswith("]")), None):
         kind = "an expert of a packed parameter" if expert_of(special) else "an embedding"
         raise UsageError(
-            f"{special.partition('[')[0]} is {kind}, which the layout {layout} has no place for.",
+            f"{special.partition('[')[0]} is {kind}, which the layout {layout} cannot store.",
             cure="Choose --layout peft, or bake the adapter into the model (netweight space bake).",
         )
     file = path if path.suffix == ".safetensors" else path / peft.DIFFUSERS_WEIGHTS
@@ -215,7 +215,7 @@ def certain_naming(plan: AdapterPlan, layout: Layout) -> Naming | None:
                 raise UsageError(
                     f"{plan.path} may be of {naming.title} or of {other.title}: both call its modules alike in "
                     f"diffusers, and their authors call {module} {one.authors} and {two.authors}.",
-                    cure=f"Say which (--model {naming.key} or --model {other.key}).",
+                    cure=f"Choose one (--model {naming.key} or --model {other.key}).",
                 )
     return naming
 
@@ -314,7 +314,7 @@ def _without_unsaid(adapter: Adapter, layout: Layout, naming: Naming | None) -> 
     if layout == "diffusers":
         biases = {name for name in adapter.vectors if name.endswith(".bias")}
         written = {name: adapter.vectors[name] for name in biases if name.removesuffix(".bias") in adapter.factors}
-    reason = f"the layout {layout} has no place for the change of a vector of this kind"
+    reason = f"the layout {layout} cannot store the change of a vector of this kind"
     return Adapter(adapter.factors, written), {name: reason for name in adapter.vectors if name not in written}
 
 
@@ -495,7 +495,7 @@ def _place(
     match = naming.of_diffusers(name)
     if component == f"{naming.component}_2":
         raise UsageError(
-            f"{name} is of the pipeline's second denoiser, and files in the authors' names are of one model.",
+            f"{name} belongs to the pipeline's second denoiser, but a file in the authors' names contains one model.",
             cure="Choose --layout diffusers, which keeps both.",
         )
     if match is None:
@@ -539,7 +539,7 @@ def _fuse(match: Match, pieces: Mapping[int, tuple[str, LowRank]]) -> LowRank:
     if len(columns) > 1:
         first = next(iter(pieces.values()))[0]
         raise UsageError(
-            f"{first} and others of {match.authors} have {sorted(columns)} columns: they are of two models."
+            f"{first} and others of {match.authors} have {sorted(columns)} columns: they belong to two models."
         )
     present = {index: change.shape[0] for index, (_, change) in pieces.items()}
     rows = []
@@ -690,7 +690,7 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None, parameter
     missing = sorted(name for name in (*adapter.factors, *adapter.vectors) if _plain_name(name) not in present)
     if missing:
         raise CorruptBlob(
-            f"{written} cannot hold this adapter: what was written lacks {missing[0]} when it is read back"
+            f"{written} cannot store this adapter: what was written lacks {missing[0]} when it is read back"
             + (f", and {len(missing) - 1} others." if len(missing) > 1 else "."),
             cure="Choose another layout (--layout diffusers).",
         )
@@ -707,6 +707,6 @@ def _compare(written: Path, name: str, change: LowRank, again: LowRank) -> None:
     difference = square + again.inner(again) - 2 * change.inner(again) if change.shape == again.shape else math.inf
     if difference > max(_TOLERANCE**2 * square, 1e-12 * square):
         raise CorruptBlob(
-            f"{written} cannot hold this adapter: what was written has another change of {name} when it is read back.",
+            f"{written} cannot store this adapter: what was written has another change of {name} when it is read back.",
             cure="Choose another layout (--layout diffusers).",
         )

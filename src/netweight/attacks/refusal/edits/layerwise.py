@@ -22,7 +22,7 @@ class LayerwiseDirections(EditSettings):
     strengths: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Cli(own=False)] = Field(
         (0.5, 1.0),
         min_length=1,
-        description="How much of its component along the direction a block loses; 1 removes it.",
+        description="Share of the component along the direction that is removed from each block; 1 removes all of it.",
     )
 
     def candidates(self, material: EditMaterial) -> Iterator[RefusalEdit]:

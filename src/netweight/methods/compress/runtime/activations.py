@@ -143,7 +143,7 @@ def _unpacked(saved: torch.Tensor | _Packed) -> torch.Tensor:
 
 @contextmanager
 def compress_activations() -> Iterator[None]:
-    """Keep what autograd saves in this block compressed until the backward pass, bit for bit.
+    """Compress the tensors that autograd saves in this block, bit for bit, until the backward pass uses them.
 
     Put the forward pass and the loss into the block; the backward pass may follow outside. Gradients are the same to
     the last bit. Activations of 16 bits take about two thirds of their memory, fp32 ones that were bf16 before a third.
@@ -165,7 +165,7 @@ def compress_activations() -> Iterator[None]:
 
 
 def compress_recomputed() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return a `context_fn` for `torch.utils.checkpoint.checkpoint` that keeps compressed what is computed again.
+    """Return a `context_fn` for `torch.utils.checkpoint.checkpoint` that compresses recomputed activations.
 
     A checkpoint computes its activations a second time when the backward pass comes to it, and holds them until they
     are used. With this it holds them compressed; each is decoded when it is used, and let go.

@@ -88,7 +88,7 @@ def save_checkpoint(
 def load_checkpoint(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote into a model and an optimizer of the same make.
+    """Load what `save_checkpoint` wrote into a model and an optimizer of the same structure.
 
     Args:
         path: The file.

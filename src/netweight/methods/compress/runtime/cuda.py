@@ -382,7 +382,7 @@ def decoder_of(device: torch.device) -> Decoder:
 
 
 def check_device(device: torch.device | str | int | None = None) -> None:
-    """Wait for a device and say whether every compressed weight on it has decoded well since the last check.
+    """Wait for a device, and raise an error if a compressed weight on it was damaged since the last check.
 
     The first decoding of a weight is always waited for and checked. Later ones are looked at some layers late, so that
     layers need not wait; call this where a result must be certain before it is used. `decode_ahead` does when it ends.

@@ -68,7 +68,7 @@ def zeros(stored: CompressedStorage, shape: torch.Size, size: Any) -> Compressed
         return None
     if stored.lossy:
         raise Unsupported(
-            f"A weight of shape {tuple(shape)} is kept rounded, and a shard of it would be rounded again.",
+            f"A weight of shape {tuple(shape)} is stored rounded, and a shard of it would be rounded again.",
             cure="Shard a model that was compressed without mantissa_bits, or keep it whole in every process: put it "
             "into ignored_params.",
         )

@@ -228,7 +228,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return {**self.inner.state_dict(), "layerwise": {"steps": self.steps}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave; training continues as if it had not been interrupted."""
+        """Load what `state_dict` returned; training continues as if it had not been interrupted."""
         inner = {key: value for key, value in state_dict.items() if key != "layerwise"}
         self.inner.load_state_dict(inner)
         self.steps = int(state_dict.get("layerwise", {}).get("steps", 0))
@@ -255,7 +255,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return not self._handles
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Do nothing, as the backward pass has done it; or run a closure that computes the loss and goes backward.
+        """Run a closure that computes the loss and its gradients; without one, do nothing: all is updated.
 
         Args:
             closure: Computes the loss, calls its `backward()` and returns it. With `clip_norm` and no accumulation it
@@ -304,7 +304,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         )
 
     def close(self) -> None:
-        """Take all hooks off the model; it then trains in no special way."""
+        """Remove all hooks from the model, which then trains in the ordinary way."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

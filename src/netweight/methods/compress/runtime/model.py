@@ -290,7 +290,7 @@ def set_layout_(model: nn.Module, prefer: Prefer) -> tuple[str, ...]:
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """A state dict of dense tensors, for code that knows nothing of compressed ones (safetensors, other libraries).
+    """Return a state dict of dense tensors, for code that does not support compressed ones (other libraries).
 
     `model.state_dict()` gives the compressed form, which torch.save, torch.load and load_state_dict take as it is.
     Dense and compressed models load both forms.
@@ -316,7 +316,7 @@ def dense_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def memory_footprint(model: nn.Module) -> int:
-    """Count the bytes that a model's parameters and buffers hold.
+    """Return the number of bytes of a model's parameters and buffers.
 
     Args:
         model: Any module; dense weights count with their storage, compressed ones with their payload. Memory that

@@ -151,7 +151,7 @@ class CompressedStorage:
         # New values that have no fixed-length form bring the weight back to the codec's for good.
         if self.lossy:
             raise LossyWrite(
-                f"{self.name or 'A weight'} of shape {self.shape} is kept rounded: nothing can be written into it.",
+                f"{self.name or 'A weight'} of shape {self.shape} is stored rounded: nothing can be written into it.",
                 cure="Call decompress_ for the layer first, or train adapters instead.",
             )
         same = weight.device == self.payload.device

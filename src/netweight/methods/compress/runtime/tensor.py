@@ -104,7 +104,7 @@ class CompressedTensor(torch.Tensor):
         return self.stored.payload
 
     def dense(self) -> torch.Tensor:
-        """Decode: a dense tensor of the same shape and dtype, without history.
+        """Return the decoded values: a dense tensor of the same shape and dtype, without history.
 
         Returns:
             The dense tensor, on the weight's device.

@@ -73,7 +73,8 @@ class PFedHN:
             raise UsageError(
                 f"pFedHN cannot have {self.steps} local steps, learning rate {self.lr}, momentum {self.momentum}, "
                 f"weight decay {self.weight_decay}, clip {self.clip}.",
-                cure="Steps are at least 1, rate and clip above 0, momentum in [0, 1), weight decay at least 0.",
+                cure="Use at least 1 step, a rate and a clip above 0, a momentum in [0, 1), and a weight decay of at "
+                "least 0.",
             )
 
     @property

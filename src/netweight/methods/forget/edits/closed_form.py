@@ -44,7 +44,10 @@ class ClosedForm(Edit):
         1e-4, gt=0, description="Weight of the distance from the original weights."
     )
     images: Annotated[int, Cli(own=False)] = Field(
-        8, ge=1, description="Images of each memorized prompt that are compared with those from before, in every try."
+        8,
+        ge=1,
+        description="Number of images of each memorized prompt that each attempt compares with those from "
+        "before the edit.",
     )
     generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
 
@@ -58,7 +61,7 @@ class ClosedForm(Edit):
             ))  # fmt: skip
         count = sizes.memorized * self.images
         stages.append(Stage.images("images before the edit, to compare with", count, **how))
-        stages.append(Stage.images("first try, of keys and values, and its images", count, **how, more=self.rounds > 1))
+        stages.append(Stage.images("first attempt: keys, values and images", count, **how, more=self.rounds > 1))
         return stages
 
     def apply(self, task: EditTask) -> EditOutcome:

@@ -38,7 +38,9 @@ class Siss(TrainedEdit):
     card: ClassVar[str] = "the weights were trained away from their images"
 
     images: Annotated[int, Cli(own=False)] = Field(
-        2, ge=1, description="Images of each ordinary prompt that the original makes to learn from."
+        2,
+        ge=1,
+        description="Number of images that the original model generates for each ordinary prompt, as training data.",
     )
     memorized: Annotated[float, Cli(own=False)] = Field(
         0.5, gt=0, lt=1, description="Share of a batch with memorized prompts or memorized pictures."

@@ -356,7 +356,7 @@ class Training:
             raise UsageError(
                 f"Images of {tuple(images.shape[2:])} pixels have latents of shape {tuple(latents.shape[1:])}; the "
                 f"model makes {tuple(made.shape[1:])}.",
-                cure="Resize them to what the model makes.",
+                cure="Resize them to the size that the model generates.",
             )
         return latents
 

@@ -46,7 +46,7 @@ class RMU(DefenseSettings, recommended={"lr": 5e-5}):
     block: int | None = Field(
         None,
         ge=1,
-        description="Block, counted from 1, behind which states are steered; a quarter deep by default.",
+        description="Block, counted from 1, after which states are steered; a quarter deep by default.",
     )
 
     def build(self) -> RMUDefense:

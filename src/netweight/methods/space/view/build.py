@@ -223,7 +223,7 @@ def _map_of(
         faces,
         {name: [None if value != value else value for value in values.tolist()] for name, values in attributes.items()},
         _nearest(space, scores, shown, neighbors, themselves=True),
-        f"{fewer}Its picture is painted at its place in the space of {space.components} components.",
+        f"{fewer}Its picture is generated from its point in the space of {space.components} components.",
     )
 
 

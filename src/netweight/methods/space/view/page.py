@@ -295,7 +295,7 @@ _HERE = "netweight.methods.space.view"
 _SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
-    "component": ("Principal components", "Where models differ most; what they change has no name."),
+    "component": ("Principal components", "Directions in which the models differ most. Their effect has no name."),
 }
 
 
@@ -403,7 +403,7 @@ def _stage(shown: Traversal) -> dict[str, Any]:
         "noises": noises,
         "look": (noises * width + (noises - 1) * _gap(width), height),
         "ratio": f"{columns * width} / {height}",
-        "alt": f"Painted pictures of {across}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other.",
+        "alt": f"Generated pictures of {across}; {noises} {'noise' if noises == 1 else 'noises'}, one below the other.",
     }
 
 
