@@ -69,7 +69,9 @@ class FixedLayout:
     """Offsets of a payload's parts."""
 
     rows: int
+    """Rows of the weight."""
     columns: int
+    """Columns of the weight."""
     escapes: int
     """Weights outside the codes."""
     base: int

@@ -309,10 +309,13 @@ class Header:
     """Content of a blob before its chunks."""
 
     element: ElementType
+    """Type of the elements."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     level: int
     """0 fast, 1 default, 2 high, 3 max; decoders need not know."""
     chunk_log2: int
+    """Binary logarithm of the numbers in a chunk."""
     digest: bytes
     """Version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first."""
     nbytes: int
@@ -320,6 +323,7 @@ class Header:
     chunk_starts: tuple[int, ...]
     """Offsets of the chunks in the blob; the last entry is the blob's size."""
     version: int = 1
+    """Version of the blob's format."""
     new_modes: bool = False
     """True if a decoder of version 1's chunks cannot read some chunk."""
     base_digest: bytes = b""
@@ -425,15 +429,25 @@ class HeaderWriter:
     """The header and index of a blob whose chunks are encoded one by one."""
 
     element: ElementType
+    """Type of the elements."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     level: int
+    """0 fast, 1 default, 2 high, 3 max."""
     chunk_log2: int
+    """Binary logarithm of the numbers in a chunk."""
     version: int = VERSION
+    """Version of the blob's format."""
     has_base: bool = False
+    """True if the chunks are differences from a base."""
     new_modes: bool = False
+    """True if a decoder of version 1's chunks cannot read some chunk."""
     lengths: list[int] = field(default_factory=list)
+    """Length of each chunk so far, in bytes."""
     checks: list[int] = field(default_factory=list)
+    """Check of each chunk so far."""
     base_checks: list[int] = field(default_factory=list)
+    """Check of each chunk's base so far."""
 
     def add(self, encoded: tuple[bytes, int, int, bool]) -> bytes:
         """Take down and return the next chunk, as `backend.Codec.encode_chunk` returns it."""

@@ -186,8 +186,11 @@ class LossyHeader:
     """Content of a lossy blob: its header, and its sections, which are blobs of their own."""
 
     version: int
+    """Version of the lossy blob's format."""
     rounding: Rounding
+    """How the weights were rounded."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     digest: bytes
     """Xxh3-128 of the rounded tensor's bytes, most significant byte first."""
     worst: float
@@ -195,6 +198,7 @@ class LossyHeader:
     words_start: int
     """Offset of the words' blob, in bytes."""
     words: Bytes = field(repr=False)
+    """Blob of signs, exponents and kept mantissa bits."""
     normalizers: Bytes | None = field(repr=False)
     """Normalizers of the blocks; None for rounding without normalization."""
     gaps: Bytes | None = field(repr=False)

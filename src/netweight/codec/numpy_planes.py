@@ -372,9 +372,13 @@ class Probe:
     """The likeliest of a few numbers, spread over all, and how varied they are."""
 
     value: int
+    """The most frequent number of the sample."""
     sampled: int
+    """Count of numbers in the sample."""
     occurrences: int
+    """How often the most frequent number occurs in the sample."""
     distinct: int
+    """Count of different numbers in the sample."""
     varied: bool
     """Two-byte elements: whether more samples than usual held too many values."""
 

@@ -47,6 +47,7 @@ class Subject:
     """Subject that one adapter learns."""
 
     name: str
+    """Name of the adapter."""
     images: Tensor
     """Images of the subject, shape `(k, 3, height, width)`, within 0 and 1; k may be 1."""
     prompts: tuple[str, ...]

@@ -263,9 +263,11 @@ class Structure:
     norm: nn.Module
     """Module that normalizes the output of the last block."""
     norm_name: str
+    """Name of this module."""
     unembedding: nn.Module
     """Module that turns a normalized state into logits."""
     unembedding_name: str
+    """Name of this module."""
     hidden_size: int
     """Width of the residual stream."""
     vocabulary: int

@@ -76,7 +76,9 @@ class CostPlan:
     """Time and memory of a command's work."""
 
     stages: tuple[Stage, ...]
+    """Stages of the work, in order."""
     units: UnitCosts
+    """Measured cost of one unit of each kind of work."""
     seconds: tuple[float, ...]
     """Stage → estimated duration in seconds."""
     memory: int | None

@@ -39,6 +39,7 @@ class TextualInversion:
     """The embedding of a new word."""
 
     file: Path
+    """File that contains it."""
     word: str
     """The word that stands for it in prompts."""
     vectors: Mapping[str, Tensor]

@@ -23,6 +23,7 @@ class ParameterLayout:
     names: tuple[str, ...]
     """Names of the tensors, in the order of the vector."""
     shapes: tuple[torch.Size, ...]
+    """Their shapes."""
 
     @classmethod
     def of(cls, source: nn.Module | Mapping[str, Tensor]) -> ParameterLayout:

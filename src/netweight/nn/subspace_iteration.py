@@ -46,6 +46,7 @@ class IterationPlan:
     tolerance: float = 2e-3
     """A pass that adds less than this share to the captured variance is the last."""
     seed: int = 0
+    """Seed of the first block of vectors."""
 
     @property
     def width(self) -> int:

@@ -29,6 +29,7 @@ class AdapterRecipe:
     """Settings of the training of adapters."""
 
     rank: int = 1
+    """Rank of each adapter."""
     scale: float = 1.0
     """ΔW = scale · up @ down: alpha / rank."""
     steps: int = 100
@@ -61,6 +62,7 @@ class FittedAdapters:
     """Adapters that were trained together."""
 
     names: tuple[str, ...]
+    """Names of the adapters."""
     stack: AdapterStack
     """The adapters, fp32."""
     losses: Tensor

@@ -92,9 +92,13 @@ class Plan:
     """The steps of a recipe, in order; of a recipe of chapters, their plans."""
 
     recipe: Recipe
+    """The recipe."""
     steps: tuple[Step, ...]
+    """Its treatments."""
     attacks: tuple[AttackStep, ...] = ()
+    """Attacks on the result of the last treatment."""
     chapters: tuple[Plan, ...] = ()
+    """Plans of its chapters; empty for a recipe without chapters."""
 
     @property
     def parts(self) -> tuple[Plan, ...]:

@@ -307,8 +307,11 @@ class Column(_Part):
     """A column of a table: its heading, the unit of its numbers in plain text, and which direction is better."""
 
     name: str
+    """Heading of the column."""
     unit: str = ""
+    """Unit of the numbers, in plain text; empty for none."""
     better: Better | None = None
+    """Which direction is better; None where neither is."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -316,13 +319,17 @@ class Table(_Part):
     """A table: headings (a text stands for a column without a unit), rows of numbers, texts or None, notes below."""
 
     title: str
+    """Heading of the table."""
     columns: Annotated[
         Sequence[Column | str],
         BeforeValidator(lambda given: tuple(Column(each) if isinstance(each, str) else each for each in given)),
         Field(min_length=1),
     ]
+    """Columns; a text stands for a column without a unit."""
     rows: Annotated[Sequence[Sequence[Any]], PlainValidator(_rows), _JSON, WithJsonSchema(_CELLS)]
+    """Rows of numbers, texts or None, with one cell for each column."""
     notes: Annotated[Sequence[str], _AS_TUPLE] = ()
+    """Sentences below the table."""
 
     @model_validator(mode="after")
     def _rows_fit_columns(self) -> Self:
@@ -343,9 +350,13 @@ class Figure(_Part):
     """
 
     kind: Literal["svg", "png"]
+    """Format of the picture."""
     data: str
+    """An SVG element as text, or a PNG file in base64."""
     alt: _Text
+    """Message of the picture, for readers who cannot see it."""
     caption: str = ""
+    """Text below the picture."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
@@ -412,12 +423,19 @@ class Chapter(_Part):
     """
 
     title: _Text
+    """Heading of the chapter."""
     question: _Text
+    """Question that the chapter answers."""
     conclusion: _Text
+    """Answer to the question."""
     verdict: _Text
+    """Verdict on the chapter, in plain words."""
     outcome: Outcome
+    """Outcome that colors the verdict."""
     intro: str = ""
+    """Text before the sections."""
     command: str | None = None
+    """Command line that makes the numbers of the sections."""
 
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)
@@ -429,8 +447,14 @@ class Provenance(_Part):
     """
 
     created: str
+    """Time at which the report was made."""
     command: str | None = None
+    """Command line that made the numbers."""
     seeds: tuple[int, ...] = ()
+    """Seeds of the whole run."""
     inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name of each input → its digest."""
     weights: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Name of each model that was tested → the digest of its weights."""
     environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Versions of libraries, and the machine."""

@@ -36,7 +36,9 @@ class Criterion:
     name: str
     """Name of the finding."""
     better: Better
+    """Direction in which values are better."""
     than: float | Literal["baseline"] = "baseline"
+    """Number with which the value is compared, or "baseline" for the finding's own."""
     margin: float = 0.0
     """Amount by which a value may be worse and still count as good."""
     strict: bool = False
@@ -77,6 +79,7 @@ class HasValue:
     """Good is that a finding has a value; for words that repeat numbers and judge nothing."""
 
     name: str
+    """Name of the finding."""
 
     def judge(self, findings: Sequence[Finding]) -> tuple[bool, list[str]]:
         """Return whether it has."""

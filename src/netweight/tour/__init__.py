@@ -46,6 +46,7 @@ class Tour:
     verdicts: dict[str, str]
     """Title of a chapter → its verdict."""
     findings: tuple[Finding, ...]
+    """Findings of all chapters."""
     seconds: float
     """Duration in seconds."""
     taken_over: tuple[str, ...]

@@ -45,8 +45,11 @@ class DiffusionShape:
     channels: tuple[int, ...] = (16, 32, 64)
     """Each level has half the side of the one before."""
     text_width: int = 64
+    """Width of the text embeddings."""
     tokens: int = 24
+    """Tokens of a prompt."""
     heads: int = 4
+    """Attention heads."""
 
 
 def initialized(words: Iterable[str], seed: int, shape: DiffusionShape = DiffusionShape()) -> Any:

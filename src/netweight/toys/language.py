@@ -44,6 +44,7 @@ class LlamaShape:
     vocabulary: int
     """Number of tokens."""
     width: int
+    """Width of the hidden states."""
     inner: int
     """Width of the feed-forward layers."""
     layers: int

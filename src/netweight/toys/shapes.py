@@ -125,6 +125,7 @@ class Attributes:
     color: str
     """A key of `COLORS`."""
     shape: str
+    """A key of `SHAPES`."""
     ground: str
     """A key of `GROUNDS`."""
 

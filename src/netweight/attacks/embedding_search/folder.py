@@ -39,10 +39,13 @@ class PreparedSearch:
     controls: tuple[MemorizedPair, ...]
     """Pairs that were given as never trained on."""
     targets: tuple[Target, ...]
+    """Images that are searched for: the memorized ones and the controls."""
     unrelated: tuple[str, ...]
     """Prompts to start from."""
     settings: SearchSettings
+    """Settings of each search."""
     descriptor: Descriptor
+    """Measure of the similarity of images."""
     roles: SubjectRoles
     """The names of the subject before the edit and after it."""
     remarks: tuple[str, ...] = ()

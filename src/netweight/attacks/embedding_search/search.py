@@ -44,6 +44,7 @@ class Evaluation:
     step: int
     """Steps taken before."""
     similarities: tuple[float, ...]
+    """Similarity of each image to the target."""
     loss: float | None
     """Denoising error of the step before; None before the first."""
     distance: float
@@ -63,9 +64,11 @@ class Trial:
     """One search from one starting point."""
 
     start: Start
+    """Kind of the starting point."""
     number: int
     """Number of the restart from there, with this rate."""
     outcome: Outcome
+    """How the search ended."""
     steps: int | None
     """Steps to success, as far as evaluations resolve them; None without."""
     last: int
@@ -358,6 +361,7 @@ class Target:
     """An image to be brought back."""
 
     name: str
+    """Name of the image in reports."""
     prompt: str
     """The prompt that it was trained with, or one like it for an image that was not."""
     image: Tensor
@@ -411,11 +415,15 @@ class Run:
     """The searches for one target in one model with one seed."""
 
     subject: str
+    """Name of the model."""
     target: str
+    """Name of the target."""
     trained: bool
     """True if the unedited model was trained on the target."""
     seed: int
+    """Seed of the draws."""
     digest: str
+    """Digest of the run's configuration, by which the run is remembered."""
     trials: tuple[Trial, ...]
     """One per start and restart."""
 
@@ -432,6 +440,7 @@ class Comparison:
     runs: tuple[Run, ...]
     """All runs, in the order of subjects, targets and seeds."""
     settings: SearchSettings
+    """Settings of each search."""
     similarity: str
     """Name of the similarity function."""
     failures: tuple[tuple[str, str, str], ...] = ()

@@ -102,7 +102,9 @@ class AttackResult:
     """Result of one attack."""
 
     settings: AttackSettings
+    """Settings of the attack."""
     outcome: Outcome
+    """How the attack ended."""
     steps: int | None
     """Steps to recovery, a multiple of `settings.check_every`; None if the attack did not recover the behavior."""
     last_step: int

@@ -55,6 +55,7 @@ class AttackTimes:
     settings: AttackSettings
     """The attack's settings, with seed 0."""
     runs: tuple[AttackOutcome, ...]
+    """All runs of the attack on the subject."""
     times: Times | None
     """Steps to recovery of those that recovered or resisted; None if there is none."""
 

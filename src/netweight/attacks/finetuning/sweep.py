@@ -52,9 +52,11 @@ class AttackJob:
     """One run of a sweep, as a ledger knows it."""
 
     factory: str
+    """Function that makes the subject, as MODULE:NAME."""
     arguments: Mapping[str, Any]
     """Keyword arguments of the function that makes the subject; JSON values."""
     digest: str
+    """Digest of the subject."""
     settings: AttackSettings
     """The attack's settings."""
     goal: Goal
@@ -69,7 +71,9 @@ class AttackOutcome:
     subject: str
     """Name of the subject."""
     defense_seed: int | None
+    """Seed of the subject's defense; None where it has none."""
     digest: str
+    """Digest of the subject."""
     result: AttackResult
     """The attack's result."""
 

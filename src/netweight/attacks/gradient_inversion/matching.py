@@ -331,6 +331,7 @@ class ROGConfig:
     factor: int = 4
     """Factor by which the latent is coarser than the images, in each direction."""
     restarts: int = 1
+    """Number of starting points."""
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""

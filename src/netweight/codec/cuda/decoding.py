@@ -47,7 +47,9 @@ class BlobLayout:
     """A blob's header, checked, and where its chunks are; whoever decodes the blob again and again keeps it."""
 
     dtype: torch.dtype
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     nbytes: int
     """Size of the tensor in bytes."""
     numbers: int
@@ -55,6 +57,7 @@ class BlobLayout:
     chunk_log2: int
     """Binary logarithm of the numbers in a chunk."""
     chunks: int
+    """Number of chunks."""
     index_at: int
     """Offset of the chunk index in the blob, in bytes."""
     payload_at: int
@@ -259,7 +262,9 @@ class Section:
     """A lossless blob in a lossy one."""
 
     start: int
+    """Offset of the section in the lossy blob, in bytes."""
     layout: BlobLayout
+    """Layout of the lossless blob."""
 
     def of(self, blob: Tensor) -> Tensor:
         """Its bytes, from the whole blob's."""
@@ -271,14 +276,19 @@ class LossyLayout:
     """Content of a lossy blob's header, and positions of its sections."""
 
     dtype: torch.dtype
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
+    """Shape of the tensor."""
     nbytes: int
     """Size of the tensor in bytes."""
     size: int
     """Size of the blob in bytes."""
     rounding: lossy.Rounding
+    """How the weights were rounded."""
     words: Section
+    """Signs, exponents and kept mantissa bits."""
     normalizers: Section | None
+    """Normalizers of the blocks; None for rounding without them."""
     gaps: Section | None
     """Places of the numbers that are kept exactly."""
     exact: Section | None

@@ -149,6 +149,7 @@ class Wave:
     first: int
     """The first one's number."""
     chunks: int
+    """Number of chunks."""
     last: bool
     """True if the tensor ends with them."""
     digest_from: int
@@ -163,12 +164,15 @@ class EncodePlan:
     """The encoding of tensors of one dtype and shape."""
 
     element: ElementType
+    """Type of the elements."""
     shape: tuple[int, ...]
+    """Shape of the tensors."""
     nbytes: int
     """Size of the tensor in bytes."""
     level: int
     """Number of the level: 0 fast, 1 default, 2 high, 3 max."""
     chunk_log2: int
+    """Binary logarithm of the numbers in a chunk."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePlan:

@@ -95,6 +95,7 @@ class Images:
     train: tuple[Tensor, Tensor]
     """Images, uint8 of shape `(n, channels, height, width)`, and their labels, int64 of shape `(n,)`."""
     test: tuple[Tensor, Tensor]
+    """The same of the test images."""
     classes: tuple[str, ...]
     """Name of each class; labels count from 0."""
     _: KW_ONLY

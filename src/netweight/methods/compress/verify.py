@@ -42,7 +42,9 @@ class AuditSubject:
     """Subject of the audit: the compressed file or folder, and its original."""
 
     path: Path
+    """The compressed file or folder."""
     source: Path
+    """Its original."""
 
 
 def verify(

@@ -41,14 +41,17 @@ class PrivateStep:
     """A client's step, whose examples' gradients are clipped over all that is trained together."""
 
     model: LocalModel
+    """Network in its two halves."""
     body: Tensor
     """Parameters of the body, shape `(P,)`."""
     head: Tensor
     """Parameters of the head, shape `(Q,)`."""
     batch: Batch
+    """Examples of the step."""
     mask: Tensor
     """Mask of the examples that count, shape `(n,)`; the others pad the batch."""
     trains: Trains
+    """Halves that are trained."""
     clip: float
     """Largest norm of an example's gradient."""
     state: LayerState | None = None

@@ -94,6 +94,7 @@ class Exposure:
     originals: tuple[Tensor, ...] = field(default=(), repr=False)
     """The nearest images, shape `(n, c, h, w)`, within 0 and 1."""
     reconstructions: tuple[Tensor, ...] = field(default=(), repr=False)
+    """The reconstruction that is most similar to each of these images, in the same order."""
     why_no_images: str = ""
     """Reason why no image could be computed, or empty."""
     attack: str = ""

@@ -22,6 +22,7 @@ class Round:
     without evaluation.
     """
     after: Mapping[int, float] = field(default_factory=dict)
+    """Accuracy of each client's model after its local training, by client; empty in rounds without evaluation."""
     loss: Mapping[int, float] = field(default_factory=dict)
     """Mean training loss by client."""
     epsilon: Mapping[int, float] = field(default_factory=dict)

@@ -32,6 +32,7 @@ class Learner:
     number: int
     """Number of the client in the task."""
     weights: Weights
+    """Model before the training."""
     seed: int
     """Seed of the client's random draws."""
     extra: Extra | None = None

@@ -60,6 +60,7 @@ class HardenedMethod(MethodWrapper):
     # A client that will not take part sends nothing, and the log says why: the engine then goes on without it.
 
     noise: UpdateNoise | None = None
+    """Noise that clients add to their finished updates; None for none."""
     minimum_steps: int = 1
     """Fewest local steps that a client agrees to."""
     refusal: RefusalLimits | None = None

@@ -68,6 +68,7 @@ class Threshold:
     """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken."""
 
     value: float
+    """The similarity itself."""
     rule: str
     """Rule that it was chosen by."""
     seeds_below: float | None = None

@@ -168,6 +168,7 @@ class AuditResults:
     """Results of the audits."""
 
     findings: tuple[Finding, ...]
+    """Findings of all audits."""
     suppressed: Mapping[str, str]
     """Prompt → description of the edit's effect on its images."""
     searched: Mapping[str, str]

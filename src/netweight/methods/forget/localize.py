@@ -59,6 +59,7 @@ class Localization:
     """The neurons of one prompt."""
 
     prompt: str
+    """The prompt."""
     status: Status
     """"resolved" if blocking the neurons brings all seeds to the threshold; "unresolved" if even the last stage
     did not; "not memorized" if no neuron was looked for; "failed" if the search ended in an error.
@@ -70,6 +71,7 @@ class Localization:
     and fidelity is "reference".
     """
     refined: Mapping[str, Sequence[int]]
+    """Neurons of each layer after refinement."""
     theta: float | None = None
     """Theta of the stage that ended the search; None if there was none."""
     top: int | None = None
@@ -79,6 +81,7 @@ class Localization:
     similar_seeds: int = 0
     """Number of them that lie above the threshold."""
     threshold: float | None = None
+    """Threshold of detection."""
     refinement_threshold: float | None = None
     """Similarity that refinement had to keep to: the threshold, or the one that was reached."""
     initial_similarity: float | None = None

@@ -115,6 +115,7 @@ class EmbeddingAdjustment:
     None takes all iterations.
     """
     lr: float = 0.05
+    """Learning rate of AdamW."""
     iterations: int = 10
     """Most iterations."""
     noises: int = 4

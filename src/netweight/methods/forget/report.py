@@ -209,8 +209,11 @@ class DetectionSubject:
     """Scores of two kinds of prompts."""
 
     memorized: Sequence[Score]
+    """Scores of memorized prompts."""
     ordinary: Sequence[Score]
+    """Scores of ordinary prompts."""
     threshold: Threshold
+    """Threshold of detection."""
     after: Sequence[Score] = ()
     """Scores of the memorized prompts under the edited model."""
     ordinary_after: Sequence[Score] = ()

@@ -50,6 +50,7 @@ class MaskedRow:
     """A row of a batch."""
 
     prompt: PromptText
+    """Embedded prompt."""
     blocked: Blocked
     """Neurons by layer."""
     seed: int

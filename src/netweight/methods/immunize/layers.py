@@ -71,7 +71,9 @@ class DepthAnalysis:
     """A model before and after its defense."""
 
     changes: Sequence[LayerChange]
+    """Change of the weights, layer by layer."""
     before: LayerAnalysis
+    """Analysis of the model before its defense."""
     after: LayerAnalysis
     """Analysis of the defended model on the same pairs."""
 

@@ -25,6 +25,7 @@ class PairBatch:
     harmless: Batch
     """Prompts with chosen answers."""
     harmful: Batch
+    """Prompts with rejected answers."""
     group: ProcessGroup = ALONE
     """The processes that share the batch; the rows are this one's."""
 

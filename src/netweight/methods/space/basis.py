@@ -41,6 +41,7 @@ class Sketch:
     side: int
     """Number of rows and columns that a change is projected to; a shorter side is preserved exactly."""
     seed: int
+    """Seed of the random projections."""
 
     @property
     def length(self) -> int:

@@ -138,6 +138,7 @@ class Work:
     engine: Engine | None
     """Engine that runs the tasks, for a bank on disk and with a folder; None for this process."""
     progress: Progress
+    """Where the progress is reported."""
 
     def __post_init__(self) -> None:
         if self.engine is not None and self.folder is None:
@@ -150,11 +151,13 @@ class FitResult:
     """A fitted basis with the scores of all adapters."""
 
     basis: Basis
+    """The mean and the components."""
     scores: Tensor
     """Scores of the adapters, shape `(n, k)`, fp32."""
     variances: Tensor
     """Variances of the components, shape `(k,)`."""
     accuracy: Accuracy
+    """How exact the components are, and how well they generalize."""
 
 
 def fit_bank(bank: Bank, config: FitSettings, work: Work) -> FitResult:
@@ -243,11 +246,13 @@ class BankShard:
     path: str
     """The bank's folder."""
     digest: str
+    """Digest of the bank."""
     start: int
     """Number of the first adapter."""
     stop: int
     """Number after the last."""
     kind: _RowKind
+    """How an adapter becomes a row."""
     side: int
     """Number of rows and columns of a sketch. The seed belongs to the sketch, too."""
     seed: int
@@ -471,9 +476,11 @@ class ShardTask:
     """One pass over one shard."""
 
     shard: Shard
+    """Rows of the pass."""
     first: int
     """Number of the shard's first row among all rows."""
     plan: IterationPlan
+    """Size and stopping rule of the iteration."""
     state: str
     """File with the arrays that the pass works with."""
     digest: str

@@ -161,6 +161,7 @@ class Similar:
     """Similarity of a bank's adapter to a given one."""
 
     name: str
+    """Name of the adapter in the bank."""
     cosine: float
     """Cosine of the two changes, from -1 to 1."""
     shared_cosine: float
@@ -352,9 +353,11 @@ class ExportRecord:
     adapters: int
     """Number of adapters that the space was fitted to."""
     components: int
+    """Number of the space's components."""
     ranks: tuple[int, int]
     """The least and the greatest rank of a module."""
     relative_error: float
+    """Relative error that the rank causes."""
     layout: str
     """Naming of the tensors in LoRA files."""
 

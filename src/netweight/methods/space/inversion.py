@@ -234,6 +234,7 @@ class InversionTarget:
     """Images to be inverted."""
 
     name: str
+    """Name of the resulting point."""
     images: Tensor
     """One image, or several of the same subject; shape `(m, 3, height, width)`, within 0 and 1."""
     mask: Tensor | None = None
@@ -248,6 +249,7 @@ class InversionTask:
     prompt: str
     """Prompt with which the images are denoised."""
     settings: InversionSettings
+    """Settings of the descent."""
     said: PredictionKind = "noise"
     """Kind of prediction in which the error is measured."""
     draws: int = 1
@@ -257,6 +259,7 @@ class InversionTask:
     together: int = 8
     """Largest number of targets in a batch. It changes the random draws of each target."""
     seed: int = 0
+    """Seed of timesteps and noises."""
 
     def to_json(self) -> dict[str, Any]:
         """JSON values."""

@@ -24,6 +24,7 @@ class LabelColumn:
     """One attribute of every model."""
 
     name: str
+    """Name of the attribute."""
     values: Tensor
     """Shape `(n,)`, fp64, one per model of the space in its order; NaN where unknown."""
 

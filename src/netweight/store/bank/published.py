@@ -128,10 +128,15 @@ class PublishedModule:
     """Positions of one module's factors in a row."""
 
     down: slice
+    """Columns of the down factor."""
     up: slice
+    """Columns of the up factor."""
     rank: int
+    """Rank of the factors."""
     shape: tuple[int, int]
+    """Rows and columns of the module's change."""
     scale: float
+    """Factor of the product up @ down."""
 
 
 @final
@@ -140,7 +145,9 @@ class PublishedLayout:
     """Positions of all modules' factors in a row."""
 
     modules: Mapping[str, PublishedModule]
+    """Module name → the positions of its factors."""
     base: str | None
+    """Name of the base model, if it is stated."""
 
     def rows(self, block: Tensor) -> Rows:
         """Lay rows of the matrix out as a shard holds them."""

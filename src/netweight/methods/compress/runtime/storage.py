@@ -57,6 +57,7 @@ class CompressedStorage:
     shape: tuple[int, ...]
     """Shape of the weight as encoded."""
     dtype: torch.dtype
+    """Dtype of the weight."""
     level: Level = "default"
     """Level of the codec for every encoding of the weight."""
     chunk_log2: int | None = None
