@@ -60,7 +60,7 @@ def test_an_audit_does_not_train_a_federation_that_was_stopped(folder: Path, tmp
     plan = FederationPlan.load(stopped)
     plan.replace(rounds=plan.rounds + 1).save(stopped)
     before = {file.name: file.read_bytes() for file in stopped.iterdir() if file.is_file()}
-    answer = run("audit", str(stopped), "--images", "1", "--threat", "1x1", "--search-steps", "4")
+    answer = run("audit", str(stopped), "--updates", "1", "--threat", "1x1", "--search-steps", "4")
     assert answer.exit_code == 2, answer.output
     said = " ".join(answer.output.split())
     assert f"has {plan.rounds} of {plan.rounds + 1} rounds" in said

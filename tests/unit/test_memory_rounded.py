@@ -123,7 +123,7 @@ WRITES = {
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
 def test_writes_are_refused_with_the_cure(write):
     dense, model, _ = pair(layers)
-    with pytest.raises(LossyWrite, match=r"0\.weight of shape \(96, 64\) is kept rounded") as caught:
+    with pytest.raises(LossyWrite, match=r"0\.weight of shape \(96, 64\) is stored rounded") as caught:
         write(model)
     assert "decompress_" in caught.value.cure
     assert torch.equal(model[0].weight.dense(), dense[0].weight)
@@ -140,7 +140,7 @@ def test_optimizers_are_refused():
     assert "requires_grad_(False)" in caught.value.cure
     assert all(map(torch.equal, biases, [layer.bias for layer in model if hasattr(layer, "bias")]))
     assert torch.equal(model[0].weight.dense(), dense[0].weight)
-    with pytest.raises(RuntimeError, match="is kept rounded"):  # torch's own wrapping
+    with pytest.raises(RuntimeError, match="is stored rounded"):  # torch's own wrapping
         model.load_state_dict(dense.state_dict())
 
 

@@ -80,7 +80,7 @@ SPEEDS = """
 ## Speed and ratio on a whole model
 
 Each row is one program that compresses and restores all weights of MiniLM in bf16, with one thread ({cpu}, {date}).
-"netweight avx2, default" is the level `default` with code for AVX2. Since that day, the AVX2 code has been given a faster
+"netweight avx2, default" is the level `default` with code for AVX2. Since that day, the AVX2 code has a faster
 encoder; [another section](#ordinary-weights-in-all-types) has its speed.
 
 """
