@@ -1,5 +1,8 @@
 """Writes the README's pictures to docs/pictures/: `python scripts/pictures.py [out/tour]` from the tour's report.
 
+`python scripts/pictures.py search forget` takes the picture `forget` alone, from the report of the search that the
+README runs on the result of the default edit; the tour shows another edit.
+
 `python scripts/pictures.py faces.html` takes that of a page that `netweight space view` wrote, with sliders at random:
 in Chromium, whose picture waits for an image that comes late. `python scripts/pictures.py report.html NAME` takes the
 first screen of a report. `python scripts/pictures.py guarded-domain.json` draws the curves of that result.
@@ -26,7 +29,6 @@ STYLE = ROOT / "src" / "netweight" / "report" / "page_style.css"
 # Name of the picture: the chapter whose report it is from, and a word of its text alternative.
 PICTURES = {
     "federate": ("federate", "reconstructs"),
-    "forget": ("forget: pictures", "found"),
     "immunize": ("immunize", "median recovery"),
     "space": ("space: hundreds", "points"),
     "compress": ("compress: the same", "histograms"),
@@ -39,11 +41,13 @@ def colors() -> str:
     return f"<style>{light} @media (prefers-color-scheme: dark) {{ {dark} }}</style>"
 
 
-def main(run: Path) -> None:
+def main(run: Path, only: str = "") -> None:
+    """Write the pictures of a tour, or the picture `only` of another report, which has no chapters."""
     figures = [(section.chapter or "", figure) for section in read_report(run).sections for figure in section.figures]
     folder = ROOT / "docs" / "pictures"
     folder.mkdir(exist_ok=True)
-    for name, (chapter, word) in PICTURES.items():
+    wanted = {only: ("", "found")} if only else PICTURES
+    for name, (chapter, word) in wanted.items():
         found = [each for title, each in figures if title.startswith(chapter) and word in each.alt.lower()]
         if not found:
             sys.exit(f"{run} has no figure for {name}: run `netweight tour` to its end.")
@@ -115,4 +119,4 @@ if __name__ == "__main__":
     elif given[0].suffix == ".json":
         curves(given[0])
     else:
-        main(given[0])
+        main(given[0], *map(str, given[1:]))
