@@ -34,7 +34,8 @@ from netweight.nn.text_to_image import (
 class Walk(ABC):
     """Values that an attack changes step by step, in rows that end one by one."""
 
-    steps: int | None = None  # most steps; None takes those of the settings
+    steps: int | None = None
+    """Largest number of steps; None takes that of the settings."""
 
     def __init__(self, model: TextToImage, settings: SearchSettings) -> None:
         self._model, self._settings = model, settings
@@ -214,8 +215,10 @@ _QUARTERS = 4  # embeddings by timestep
 # Number of words of a typed prompt.
 _WORDS = 8
 _CANDIDATES = 8  # exchanges of a word that are tried in a step
-_NEAREST = 16  # words for each place, from which candidates are drawn: those of the steepest descent
-_LEVEL = 0.9  # noise level that a target is noised to, as a share of the steps of its generation
+# For each place, candidates are drawn from the words of the steepest descent.
+_NEAREST = 16
+# The noise level to which a target is noised, as a share of the steps of its generation.
+_LEVEL = 0.9
 
 
 def further(
@@ -468,7 +471,8 @@ class Relearning(Walk):
         zeroed = {weight: (weight == 0).flatten(1).all(1) for weight in matrices} if kind == "zeroed" else {}
         self._zeroed = {weight: rows for weight, rows in zeroed.items() if rows.any()}
         if kind == "zeroed" and not self._zeroed:
-            self.steps = 0  # there is no place to train at
+            # There is no place to train.
+            self.steps = 0
 
     def text(self, rows: Sequence[int]) -> Text:
         return self._own.rows([0] * len(rows))

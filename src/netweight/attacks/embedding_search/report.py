@@ -305,7 +305,8 @@ def verdict(comparison: Comparison, subject: str) -> Words:
     at_once = sum(value == 0 and observed for value, observed in zip(planted.values, planted.observed, strict=True))
     share = planted.events / planted.n
     findings = [Finding(_PLANTED, share)]
-    if controls is not None:  # half as often is about as often
+    # A control that is found half as often counts as found about as often.
+    if controls is not None:
         findings.append(Finding(_CONTROLS, controls.events / controls.n, baseline=max(share / 2, 1e-9)))
     outcome, words = _VERDICT(
         findings, planted=_counted(planted, at_once), controls="" if controls is None else _counted(controls, 0)
@@ -362,7 +363,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     series, bands, words = {}, {}, []
     for name, curve in curves.items():
         x, share, low, high = (list(part) for part in curve.steps())
-        if share[-1] == 0 and x[-1] < longest:  # all were brought back, and so they remain
+        # All images were brought back, so the curve stays at 0 up to the longest search.
+        if share[-1] == 0 and x[-1] < longest:
             x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
         series[name] = x, [1 - value for value in share]
         bands[name] = [1 - value for value in high], [1 - value for value in low]

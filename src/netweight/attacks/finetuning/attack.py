@@ -317,11 +317,13 @@ class Training:
 
     def __init__(self, victim: nn.Module, settings: AttackSettings, *, pad_id: int = 0) -> None:
         self.victim, self.settings = victim, settings
-        victim.zero_grad(set_to_none=True)  # a copy brings along gradients that its original was left with
+        # A copy also copies gradients that the original still has.
+        victim.zero_grad(set_to_none=True)
         dtype = torch.bfloat16 if settings.precision in ("bf16", "rounded") else torch.float32
         for parameter in victim.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)  # parameters only: buffers such as rotary tables keep theirs
+                # Buffers, such as rotary tables, keep their dtype.
+                parameter.data = parameter.data.to(dtype)
         if getattr(getattr(victim, "config", None), "use_cache", False):
             victim.config.use_cache = False  # type: ignore[union-attr]
         if settings.lora_rank is None:

@@ -16,7 +16,8 @@ from netweight.data.tokens import Example
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import embedding_of
 
-_TELLS = 0.8  # a token tells prompts apart whose share of one kind is so much greater
+# A token counts as typical of one kind of prompts if its share of that kind exceeds that of the other by this much.
+_TELLS = 0.8
 
 
 def changed_copy(subject: Subject, settings: AttackSettings) -> nn.Module:

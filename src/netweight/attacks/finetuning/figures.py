@@ -21,7 +21,8 @@ def survival_figure(sweep: Sweep, subjects: Sequence[str], domain: str) -> Figur
     """Draw the share of runs not recovered by step, each subject under its own best attack."""
     series, bands, words = {}, {}, []
     for name, (_, curve) in _best(sweep, subjects, domain).items():
-        if curve.n == 1:  # the curve of one run says nothing of others
+        # The curve of a single run does not describe other runs.
+        if curve.n == 1:
             continue
         x, share, low, high = curve.steps()
         series[name], bands[name] = (x, share), (low, high)

@@ -79,7 +79,8 @@ def resistance_section(
         findings = attack_findings(sweep, config.undefended, config.harmful)
         verdicts = {config.undefended: resistance_verdict(base)}
         words = [verdicts[config.undefended][1]]
-        if control_of(base) == "held":  # these attacks were never seen to succeed, so they show nothing
+        # These attacks were never observed to succeed, so they show nothing about the defense.
+        if control_of(base) == "held":
             findings.append(resistance_unknown(config.undefended, config.least_resistance, _UNBROKEN))
     findings += cost_findings(sweep, subjects, config.undefended, domain=config.harmful, searched=searched)
     stopped = [name for name, result in searched.items() if result.timed_out]

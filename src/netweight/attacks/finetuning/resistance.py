@@ -133,7 +133,8 @@ def _over_defenses(pooled: TimesRatio, steps: Sequence[float], base: float) -> T
     """Return the ratio over a few seeds of a defense, with Student's interval, as resamples would be too similar."""
     if not 1 < len(steps) < MINIMUM_FOR_BOOTSTRAP or math.isnan(pooled.low) or pooled.bound:
         return pooled
-    if len(set(steps)) == 1:  # seen no finer than that; runs still vary
+    # The steps are equal only because they are measured in multiples of an evaluation; runs still vary.
+    if len(set(steps)) == 1:
         return pooled
     ratios = [each / base if base else math.inf for each in steps]
     if not all(0 < ratio < math.inf for ratio in ratios):

@@ -34,7 +34,8 @@ from netweight.errors import UsageError
 from netweight.hf.load_language_model import embedding_of
 from netweight.job import Job
 
-_KEPT = 3  # a rung keeps one of so many attacks, and the next gives them so many times the steps
+# Each rung keeps one of this many attacks, and gives it this many times the steps.
+_KEPT = 3
 _ROUNDS = 6  # rounds of neighbors, at most
 _BEST = 2  # attacks whose neighbors are tried, of different kinds
 _FINALISTS = 3  # attacks of a search that are run again, from other seeds
@@ -194,7 +195,8 @@ def search_one(
     """
     model = make_subject(subject.factory, subject.arguments)
     around = functools.partial(neighbors, subject=model, held=held)
-    runs: dict[AttackSettings, AttackOutcome] = {}  # the longest of each attack, which has no limit of steps in its key
+    # The longest run of each attack. The key does not contain the limit of steps.
+    runs: dict[AttackSettings, AttackOutcome] = {}
     pace, too_slow = Pace(), set[str]()
 
     def over() -> bool:
@@ -341,7 +343,8 @@ def search_all(
     results: dict[str, SearchResult] = {}
     candidates = list(start)
     few = [] if "batch_size" in held else few_row_attacks(start)
-    searches = len(subjects) * (2 if few else 1)  # that are still to be made
+    # The number of searches that remain.
+    searches = len(subjects) * (2 if few else 1)
     most_rows = most * _FEW_ROWS
     for subject in subjects:
         end = share_of_time(until, searches)
@@ -381,7 +384,8 @@ def few_row_attacks(attacks: Iterable[AttackSettings]) -> list[AttackSettings]:
 
 def finals(searched: Mapping[str, SearchResult], seeds: Sequence[int]) -> list[AttackSettings]:
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
-    most = list(searched.values())[-1].most  # models after the first have the same
+    # All models after the first have the same limit.
+    most = list(searched.values())[-1].most
     best = dict.fromkeys(attack for result in searched.values() for attack in result.best[:_FINALISTS])
     rows = dict.fromkeys(attack for result in searched.values() for attack in result.fewest_rows[:1])
     most_rows = max(result.most_rows for result in searched.values())

@@ -30,7 +30,8 @@ from netweight.nn.hooks import evaluating
 # Formats that any prompt can be put into: without the beginning that all share, or with an unused token in its place.
 TOKEN_FORMATS = ("bare", "marked")
 SOFT_TOKENS = 8  # vectors of a soft prompt
-_MOST_LOGITS = 2**27  # logits that a forward pass may make at once: 0.5 GB in float32, of which a step holds several
+# The most logits that a forward pass computes at once: 0.5 GB in float32. A training step holds several such tensors.
+_MOST_LOGITS = 2**27
 # A number that says something of a model; it must leave the model as it is.
 Score: TypeAlias = Callable[[nn.Module], float]
 # A user's judge: texts → one number for each, shape `(n,)`; harm, toxicity or fluency.

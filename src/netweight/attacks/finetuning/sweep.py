@@ -106,7 +106,8 @@ def make_subject(factory: str, arguments: Mapping[str, Any]) -> Subject:
     return _made(factory, canonical_json(dict(arguments)))
 
 
-@functools.lru_cache(maxsize=1)  # a second model might not fit beside the first
+# The cache holds one model, because a second one might not fit into memory.
+@functools.lru_cache(maxsize=1)
 def _made(factory: str, arguments: str) -> Subject:
     made = import_named(factory, "The subject's factory")(**json.loads(arguments))
     if not isinstance(made, Subject):
@@ -161,7 +162,8 @@ def sweep(
     """
     planned = _plan(subjects, settings, goal)
     if engine is not in_process:
-        _made.cache_clear()  # workers hold their own
+        # Worker processes make models of their own.
+        _made.cache_clear()
     runs: list[AttackOutcome] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]

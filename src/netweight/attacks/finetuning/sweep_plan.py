@@ -123,7 +123,8 @@ def plan_sweep(
     ends = [None if seconds is None else time.monotonic() + share * seconds for share in _SHARES_OF_TIME]
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress, until=ends[0])
     most = settings.max_steps or _SEARCH_STEPS
-    ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]  # as users learn a benign task
+    # Benign tasks are learned with Adam, as ordinary users do.
+    ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
     attacks: list[AttackSettings] = []
     thresholds: dict[str, float] = {}

@@ -31,7 +31,8 @@ def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:
         for attack in by_attack(sweep.of(name, domain=domain))
     ]
     order = {attack.settings.label: place for place, attack in enumerate(first.values())}
-    rows.sort(key=lambda row: order.get(str(row[0]), len(order)))  # the same attack on all subjects side by side
+    # Rows of the same attack on all subjects are neighbors.
+    rows.sort(key=lambda row: order.get(str(row[0]), len(order)))
     notes = (
         "median: steps by which half of the runs had recovered, with its 95 % interval; > means not reached by the end "
         "of the longest run; collapsed and diverged runs are left out",

@@ -54,7 +54,8 @@ def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: f
     _check(weight_gradient, bias_gradient)
     weight, bias = weight_gradient.double(), bias_gradient.double()
     order = bias.abs().argsort(descending=True)
-    order = order[bias[order].abs() > 1e-6 * bias.abs().max()]  # below, the quotient is rounding
+    # Below this, the quotient consists of rounding errors.
+    order = order[bias[order].abs() > 1e-6 * bias.abs().max()]
     candidates = weight[order] / bias[order, None]
     distances = torch.cdist(candidates, candidates, compute_mode="donot_use_mm_for_euclid_dist")
     agree = distances <= tolerance * candidates.norm(dim=1, keepdim=True)
@@ -63,7 +64,8 @@ def layer_inputs(weight_gradient: Tensor, bias_gradient: Tensor, *, tolerance: f
     for row in range(len(order)):
         if not taken[row]:
             groups.append(agree[row] & ~taken)
-            groups[-1][row] = True  # an input of zeros is as near to itself as can be
+            # An input of zeros equals itself, although its cosine is not defined.
+            groups[-1][row] = True
             taken |= groups[-1]
     groups.sort(key=lambda group: -int(group.sum()))
     inputs = [layer_input(weight[order[group]], bias[order[group]]) for group in groups]
@@ -107,7 +109,8 @@ def _unexplained(weight: Tensor, inputs: Tensor) -> float:
 
 _HEADS = ("heads.weight", "heads.bias")
 _TRUNK = ("trunk.0.weight", "trunk.0.bias")
-_ONE = 1 - 1e-4  # share of a change of rank one; the rest is rounding
+# A change counts as rank one if this share of it is; the rest is rounding.
+_ONE = 1 - 1e-4
 
 
 @final
@@ -169,7 +172,8 @@ class HypernetworkChange:
         if not lr > 0:
             raise UsageError(f"A learning rate of {lr} is not valid.", cure="Give the client's rate, such as 0.02.")
         self.before, self.after = hypernetwork_tensors(before), hypernetwork_tensors(after)
-        self.gradient: dict[str, Tensor] = {}  # float64, as differences of float32 lose digits
+        # The gradient is in float64, because differences of float32 numbers lose digits.
+        self.gradient: dict[str, Tensor] = {}
         for name, old in self.before.items():
             new = self.after.get(name)
             if new is None or new.shape != old.shape:
@@ -206,7 +210,8 @@ class HypernetworkChange:
         average = self.gram[:-1, -1] / self.gram[-1, -1].clamp_min(torch.finfo(torch.float64).tiny)
         embedding = trunk[0].T @ trunk[1] / (trunk[1] @ trunk[1]).clamp_min(torch.finfo(torch.float64).tiny)
         single = float(energies[0]) > _ONE
-        still = not bool(trunk[1].any())  # heads without weights send nothing back to the trunk
+        # Heads whose weights are zero do not pass a gradient to the trunk.
+        still = not bool(trunk[1].any())
         end = average if still else _code(self.after, embedding)
         start = average if still or single else _code(self.before, embedding)
         # From g mᵀ and g together, which averages the rounding of H + 1 stored numbers for each value.
@@ -251,7 +256,8 @@ def hypernetwork_tensors(state: Tensors) -> dict[str, Tensor]:
 def singular_gradient(change: HypernetworkChange) -> Tensor:
     """Return the direction that most of the heads' change goes in, `(P,)`: the best under noise without a code."""
     vector: Tensor = torch.linalg.eigh(change.gram).eigenvectors[:, -1]
-    return change.heads @ (vector * (1 if vector[-1] >= 0 else -1))  # a code ends with 1, for the bias
+    # A code ends with 1, which stands for the bias, so its sign is known.
+    return change.heads @ (vector * (1 if vector[-1] >= 0 else -1))
 
 
 def separate_clients(change: HypernetworkChange, codes: Tensor) -> Tensor:
@@ -330,7 +336,8 @@ def label_counts(bias_gradient: Tensor, n: int, *, probabilities: Tensor | None 
     estimate = (n * (expected - bias_gradient)).double()
     sure = (bias_gradient < 0).long()
     counts = sure if int(sure.sum()) <= n else torch.zeros_like(sure)
-    for _ in range(n - int(counts.sum())):  # each image goes to the class that lacks most
+    # Each image is assigned to the class whose gradient is least explained so far.
+    for _ in range(n - int(counts.sum())):
         counts[int((estimate - counts).argmax())] += 1
     return counts
 
@@ -376,11 +383,13 @@ def _alignment(weight_gradient: Tensor) -> Tensor:
             f"A weight gradient of shape {tuple(weight_gradient.shape)} does not determine the label.",
             cure="Give a matrix of at least three classes, or the gradient of the bias.",
         )
-    longest = weight_gradient[weight_gradient.norm(dim=1).argmax()]  # |p - 1| of the label is the sum of all other p
+    # For the label, |p - 1| equals the sum of p over all other classes, so its row is the longest.
+    longest = weight_gradient[weight_gradient.norm(dim=1).argmax()]
     return -(weight_gradient @ longest)
 
 
-_ABSENT = 1e-5  # share of the longest row, or the largest singular value, below which there is rounding alone
+# Rows and singular values below this share of the largest one consist of rounding errors.
+_ABSENT = 1e-5
 
 
 @torch.no_grad()

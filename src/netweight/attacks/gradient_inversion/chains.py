@@ -60,7 +60,8 @@ def read_chain(body: nn.Module) -> Chain:
     """Return the chain that a body begins with, up to its first linear layer."""
     try:
         graph = fx.symbolic_trace(body)
-    except Exception as reason:  # whatever a foreign forward raises when values are symbols
+    except Exception as reason:
+        # The forward method of a user's module may raise any error when its values are symbols.
         raise Unsupported(f"The body could not be traced: {reason}.", cure=_CURE) from reason
     modules = dict(graph.named_modules())
     blocks: list[Block] = []
@@ -242,7 +243,8 @@ class Peel:
         scale = self.slopes(pooled) if activated else torch.ones_like(pooled)
         rows = torch.einsum("icabk,cabk->icab", self.response, shares * scale[..., None]).flatten(1)
         rest = (target - self.bias.view(-1, 1, 1) * scale).flatten()
-        if not activated and self.block.slope == 0:  # below zero, ReLU has kept nothing to compare with
+        # Below zero, ReLU removes the values that could be compared.
+        if not activated and self.block.slope == 0:
             positive = (target > 0).flatten()
             rows, rest = rows[:, positive], rest[positive]
         return rows / target.norm(), rest / target.norm(), shares
@@ -262,7 +264,8 @@ class Peel:
         inside = torch.einsum("rkc,ikp->rpci", span, self.patches).reshape(-1, self.unknowns)
         whole = torch.einsum("ikp,jkp->ij", self.patches, self.patches)
         values, maps = torch.linalg.eigh(torch.kron(torch.eye(channels).to(whole), whole) - inside.T @ inside)
-        if values[0] > 1e-6 * values[1] or values[1] < 1e-6 * values[-1]:  # no map, or many
+        # The equations have no solution, or many.
+        if values[0] > 1e-6 * values[1] or values[1] < 1e-6 * values[-1]:
             return None
         positive = target > 0 if self.block.slope == 0 else torch.ones_like(target, dtype=torch.bool)
         fits: list[tuple[float, Tensor]] = []

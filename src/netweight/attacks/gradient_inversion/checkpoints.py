@@ -71,7 +71,8 @@ def lbfgs_state(optimizer: torch.optim.LBFGS, variables: Sequence[Tensor]) -> tu
     tensors = {f"variable|{number}": variable.detach() for number, variable in enumerate(variables)}
     numbers: dict[str, Any] = {}
     for name, value in optimizer.state[variables[0]].items():
-        if name == "al":  # written anew in every step before it is read
+        # This value is computed again in every step before it is read.
+        if name == "al":
             continue
         if isinstance(value, list):
             numbers[name] = len(value)

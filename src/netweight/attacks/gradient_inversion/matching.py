@@ -134,7 +134,8 @@ def _side_by_side(objective: Objective, variables: list[Tensor]) -> Callable[...
     # one core. Not every model does (dropout, normalization that writes its statistics); then one after another.
     if len(variables[0]) > 1:
         together = vmap(objective)
-        with contextlib.suppress(RuntimeError):  # vmap's refusal; what is wrong with the objective shows again below
+        # vmap may refuse the objective. An error of the objective itself is raised again below.
+        with contextlib.suppress(RuntimeError):
             together(*(variable.detach() for variable in variables))
             return together
     return lambda *parts: torch.stack([objective(*rows) for rows in zip(*parts, strict=True)])
@@ -303,7 +304,8 @@ def total_variation(images: Tensor) -> Tensor:
     """Return the mean absolute difference between vertical neighbors plus that between horizontal ones."""
     vertical = images[..., 1:, :] - images[..., :-1, :]
     horizontal = images[..., :, 1:] - images[..., :, :-1]
-    parts = [part.abs().mean() for part in (vertical, horizontal) if part.numel()]  # a line has neighbors one way only
+    # An image of one row or column has neighbors in one direction only.
+    parts = [part.abs().mean() for part in (vertical, horizontal) if part.numel()]
     return torch.stack(parts).sum() if parts else images.sum() * 0
 
 

@@ -47,7 +47,8 @@ def findings_of(
     if missing:
         findings.append(Finding("images not found", missing, n=len(images), better="lower"))
     measured = image_findings(_grayed(images), reference, backbone=backbone, heads=heads, seed=seed)
-    if max_psnr is not None:  # the limit is the defender's, for whom lower is better
+    # The limit is set by the defender, for whom a lower PSNR is better.
+    if max_psnr is not None:
         measured[0] = replace(measured[0], better="lower", target=max_psnr)
     return findings + measured
 

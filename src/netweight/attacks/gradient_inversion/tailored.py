@@ -122,7 +122,8 @@ def _matched(
         _, *size = F.max_pool2d(F.conv2d(maps, weight, None, block.stride, block.padding), block.pool).shape
         sizes.append((size[0], size[1], size[2]))
     target, back = _flattened(chain, weights, slopes, sizes[-1])
-    while len(blocks) > 1:  # blocks with as many channels as places are undone exactly
+    # Blocks with as many channels as places can be inverted exactly.
+    while len(blocks) > 1:
         kernel, slope = f"{blocks[-1].name}.weight", slopes[f"{blocks[-1].name}.weight"]
         bias = weights[f"{blocks[-1].name}.bias"]
         solution = Peel(blocks[-1], weights[kernel], bias, slope, sizes[len(blocks) - 1]).by_span(target, back)
@@ -135,7 +136,8 @@ def _matched(
     biases = [weights[f"{block.name}.bias"].float() for block in blocks]
     gradients = [slopes[f"{block.name}.weight"].float() for block in blocks]
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in bounds)
-    left = 1.0  # of the way from soft to sharp winners, and from smooth images to free ones
+    # The share of the search that remains: winners become sharper, and images less smooth.
+    left = 1.0
 
     def anneal(share: float) -> None:
         nonlocal left

@@ -133,7 +133,8 @@ def _identity(
     prompts = [[list(q.prompt), list(q.response)] for each in parts for q in (*each.make, *each.choose, *each.measure)]
     about: dict[str, Any] = {name: getattr(settings, name) for name in ("judge", "phrases", "helps", "new_tokens")}
     about["phrases"] = list(settings.phrases)
-    for judge in filter(None, (settings.judge, settings.helps)):  # a judging model that was trained on judges otherwise
+    # Judges that are models have other states in training mode.
+    for judge in filter(None, (settings.judge, settings.helps)):
         files = sorted(Path(judge.partition("#")[0]).glob("*.safetensors"))
         about |= {f"weights of {judge}": [digest_file(each) for each in files]} if files else {}
     about |= {name: value.to_json() for name, value in settings if isinstance(value, EditSettings)}

@@ -32,8 +32,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS = 32  # prompts of a batch
-_BLIND = 0.8  # share of ordinary answers from which a judge that calls them refusals is none
-_LEAST_SHARED = 8  # tokens that all prompts begin with, from which on computing them once is worth it
+# If a judge calls this share of the ordinary answers refusals, it cannot distinguish refusals.
+_BLIND = 0.8
+# If all prompts begin with at least this many common tokens, these are computed once.
+_LEAST_SHARED = 8
 
 
 @final
@@ -133,7 +135,8 @@ class Examiner:
         whole = self.read(question, answer)
         if not self._in_thought(question) and whole.text == self._text(answer).strip():
             return ()
-        for end in range(len(answer), 0, -1):  # the longest beginning that holds nothing of the final answer
+        # The loop finds the longest beginning that contains nothing of the final answer.
+        for end in range(len(answer), 0, -1):
             part = self.read(question, answer[:end])
             if part.finished and not part.text:
                 return tuple(answer[:end])
@@ -349,7 +352,8 @@ def _last_logits(
         own.batch_repeat_interleave(len(prompts))
         more = {"past_key_values": own, "use_cache": True}
     positions = None
-    if hasattr(model, "generate"):  # the vocabulary's layer is large: only where an answer begins
+    # The output layer is large, so it is computed only where an answer begins.
+    if hasattr(model, "generate"):
         positions = torch.unique(ends)
         more["logits_to_keep"] = positions
     logits: Tensor = model(input_ids=ids.to(device), attention_mask=mask.to(device), **more).logits

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 LEAST = 12
 """Fewest different prompts of a kind."""
-_MADE, _CHOSEN = 0.5, 0.25  # shares of the prompts that edits are made of and chosen by; the rest is measured on
+# Shares of the prompts from which edits are computed, and by which they are chosen. The rest measures the chosen edits.
+_MADE, _CHOSEN = 0.5, 0.25
 
 
 @final
