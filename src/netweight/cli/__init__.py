@@ -200,9 +200,11 @@ class Commands(click.Group):
         except NetweightError as error:
             failure = error
         except OSError as error:
-            if error.errno == errno.EPIPE:  # the reader of the output went away; click knows what to do
+            # The program that reads the output has ended; click handles this.
+            if error.errno == errno.EPIPE:
                 raise
-            from netweight.core.files import refusal_of_system  # not for the help, which is quick without numpy
+            # The import is not at the top of the file, because the help would load numpy.
+            from netweight.core.files import refusal_of_system
 
             failure = refusal_of_system(error)
         except Terminated as end:
@@ -270,7 +272,8 @@ def _end_orderly() -> None:
     """Let signals that ask for an end raise `Terminated`, unless whoever started this process has them ignored."""
 
     def terminate(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_DFL)  # a second one ends the process at once
+        # A second signal ends the process at once.
+        signal.signal(number, signal.SIG_DFL)
         raise Terminated(number)
 
     if threading.current_thread() is threading.main_thread():

@@ -86,7 +86,8 @@ def _extras() -> dict[str, dict[str, Any]]:
     for requirement in requirements:
         name = re.match(r"[\w.-]+", requirement)
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if name is None or extra is None or name[0] == "netweight":  # "all" is made of the others
+        # The extra "all" consists of the others.
+        if name is None or extra is None or name[0] == "netweight":
             continue
         entry = extras.setdefault(extra[1], {"installed": {}, "missing": [], "install": None})
         version = environment.installed_version(name[0])

@@ -134,7 +134,8 @@ class _Generated(click.Command):
         for argument in reversed([each for each in registered.arguments if each.option]):
             function = _option(argument)(function)
         if registered.settings_class is not None:
-            from netweight.settings import options  # not for the help of groups, which is quick without pydantic
+            # The import is not at the top of the file, because the help of groups would load pydantic.
+            from netweight.settings import options
 
             function = options(registered.settings_class, skip=registered.skip)(function)
         for argument in reversed([each for each in registered.arguments if not each.option]):

@@ -63,7 +63,8 @@ def init(folder: Path, subject: str | None, use: str | None, federation: bool, o
         if (use or _use_of(model)) == "immunize":
             check_language_model(model)
     folder.mkdir(parents=True, exist_ok=True)
-    _refuse_taken(folder, ("my-model", "pairs.jsonl", *recipes))  # before the work; all other names after it
+    # These names are checked before the work, and all others after it.
+    _refuse_taken(folder, ("my-model", "pairs.jsonl", *recipes))
     with tempfile.TemporaryDirectory(prefix=".netweight-init-", dir=folder) as made:
         name = None if model is None else _name_of_subject(str(subject), model)
         chat = model is not None and (use or _use_of(model)) == "immunize" and bool(load_tokenizer(model).chat_template)
