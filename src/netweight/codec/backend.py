@@ -17,7 +17,8 @@ from netweight.errors import CorruptBlob, MissingExtra, Unsupported, UsageError
 
 try:
     import netweight.codec._native as native
-except ImportError:  # no compiler when the package was installed
+except ImportError:
+    # No compiler was available when the package was installed.
     native = None  # type: ignore[assignment]
 
 _COMPILER = "Install a C++20 compiler (g++ or clang) and install netweight again."
@@ -75,13 +76,15 @@ class Codec(Protocol):
 
 
 def _in_python() -> Codec:
-    from netweight.codec import numpy_codec  # seldom needed: import of the codec stays quick without it
+    # The module is seldom needed, and importing the codec is faster without it.
+    from netweight.codec import numpy_codec
 
     return numpy_codec
 
 
 best: Codec = native if native else _in_python()
-compiled: Any = native  # with what it has besides; None if it could not be built
+# The native module with its further functions; None if it could not be built.
+compiled: Any = native
 
 
 @cache

@@ -50,14 +50,18 @@ VERSION = 1
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
 TILES_AT = 128  # byte of the payload where the tiles begin
 MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
-MOST_BASE = 128  # then the largest exponent is 142, and 2 ** (base - 1) is a bf16 number that kernels multiply with
+# With this base the largest exponent is 142, and 2 ** (base - 1) is a bf16 number with which kernels multiply.
+MOST_BASE = 128
 # At most one of so many weights may escape.
 MOST_ESCAPES = 32
-MOST_INPUTS_IN_BLOCKS = 32  # rows of inputs from which torch's own product of a decoded weight is faster, by trial
-MOST_INPUTS = 256  # rows of inputs; with more, decoding is a small part of a product
+# From this many rows of inputs on, torch's product of a decoded weight was faster in a measurement.
+MOST_INPUTS_IN_BLOCKS = 32
+# The most rows of inputs. For more, decoding takes a small part of the time of a product.
+MOST_INPUTS = 256
 _BF16 = 1
 _CODES = 15
-_STEP = 1 << 20  # weights at a time: what encoding and decoding need besides is a few times this
+# Weights that are processed at a time. Encoding and decoding need a few times this memory.
+_STEP = 1 << 20
 _SIGNS = 0x807F  # sign and mantissa of a bf16 number
 _A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
 _A_BLOB = in_our_words("a blob")
@@ -373,7 +377,8 @@ class Order:
         return ("sums", "pairs", "tiles").index(self.kind)
 
 
-_MOST_ROWS_TRIED = 1 << 14  # of a trial; torch splits larger weights by rows, which does not change a row's order
+# The most rows of a trial. torch splits larger weights by rows, which does not change the order within a row.
+_MOST_ROWS_TRIED = 1 << 14
 _BLOCKS = (512, 1024, 2048, 256, 4096)
 
 
@@ -409,7 +414,8 @@ def order_of(
     # A bias of usual size would hide these errors, one of their size does not.
     biases = [noise[:rows], noise[:rows] * 2**-20] if biased else [None]
     inputs_of_layer = x[:, None].repeat(1, 2, 1)[:, -1:] if strided else x
-    with torch.no_grad():  # whether a weight requires a gradient decides how torch folds inputs that are not contiguous
+    # torch folds inputs that are not contiguous in another way if the weight requires a gradient.
+    with torch.no_grad():
         weights = [weight, weight.clone().requires_grad_()] if strided else [weight]
         products = [
             [F.linear(inputs_of_layer, each, bias).reshape(inputs, rows) for each in weights] for bias in biases

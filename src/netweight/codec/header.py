@@ -122,7 +122,8 @@ def torch_dtype(name: str) -> torch.dtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """The safetensors name of a torch dtype."""
     name = _NAMES.get(str(dtype).removeprefix("torch."))
-    if name is None:  # quantized types, packed types of less than a byte
+    # These are quantized types, and packed types of less than a byte.
+    if name is None:
         raise Unsupported(f"The codec has no element type {dtype}.", cure="View the tensor as torch.uint8 first.")
     return name
 
@@ -211,7 +212,8 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 MAGIC = b"NWT"
 VERSION = 2  # written unless 1 is asked for; both are read
 HAS_BASE, HAS_NEW_MODES = 0x80, 0x40  # flags beside the level
-FIXED_HEADER = 28  # marker, five fields of a byte, digest (16 bytes), checksum (4 bytes)
+# The marker, five fields of a byte, the digest (16 bytes) and the checksum (4 bytes).
+FIXED_HEADER = 28
 
 
 def corrupt(reason: str) -> CorruptBlob:

@@ -39,11 +39,13 @@ from netweight.codec.header import (
 from netweight.errors import Unsupported, UsageError
 
 FIDELITIES = ("corrected", "reference")
-LOSSLESS_BITS = 7  # bf16's own: with so many nothing is rounded, in any dtype
+# The number of mantissa bits of bf16. With this many, no dtype is rounded.
+LOSSLESS_BITS = 7
 ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}
 MAGIC = b"NWL"
 VERSION = 2  # of which the sections are; 1 is read, too
-MOST_ESCAPES = 16  # of so many weights at most one is kept exactly; else the tensor is not rounded at all
+# At most one weight in this many is stored exactly; with more, the tensor is not rounded at all.
+MOST_ESCAPES = 16
 _STEP = 1 << 20  # weights rounded at a time
 
 
@@ -247,7 +249,8 @@ def encode(
         stop = min(start + step, count)
         part, rounded = data[start * number : stop * number], values[: (stop - start) * number]
         if part.ctypes.data % number:
-            part = part.copy()  # numbers lie at odd addresses in some files
+            # In some files, numbers are at odd addresses.
+            part = part.copy()
         factors = normalizers if block is None else normalizers[start // block : -(-stop // block)]
         change, places = codec.round_weights(
             part, *rounding.arguments, *bound, words[start:stop], factors, rounded, path

@@ -286,7 +286,8 @@ def round_weights(
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         size = np.abs(weights.astype(np.float64))
         change = np.abs(rounded.astype(np.float64) - weights.astype(np.float64))
-        within = change * denominator <= size * numerator  # exact: both sides have less than 53 bits
+        # The comparison is exact, because both sides have fewer than 53 bits.
+        within = change * denominator <= size * numerator
         if reference:
             within |= np.isinf(rounded)
         exact = finite & within & ((code != 0) | (magnitude == 0))

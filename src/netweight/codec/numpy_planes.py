@@ -37,7 +37,8 @@ from netweight.codec.numpy_tables import (
     table,
 )
 
-SMALLEST = 512  # bytes; below this no table pays
+# Below this number of bytes, a table takes more than it saves.
+SMALLEST = 512
 SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = (
     16,
     17,
@@ -45,16 +46,19 @@ SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = (
     19,
     20,
 )  # what a chunk of version 2 may begin with instead of a plane
-NESTING, VERSION_1 = 8, -1  # how deep planes may lie in planes; version 1 has none and no modes after WIDE_RANS
+# How deep planes may be nested. Version 1 has no nested planes, and no modes after WIDE_RANS.
+NESTING, VERSION_1 = 8, -1
 SAMPLES, MORE_SAMPLES = 64, 512
-_LEAST_PER_STREAM = 1 << 12  # bytes of skewed planes, which else are mostly states
+# The fewest bytes per stream of a skewed plane, whose result would otherwise consist mostly of states.
+_LEAST_PER_STREAM = 1 << 12
 
 
 # ---- chunks ----------------------------------------------------------------------------------------------------------
 
 # Number of classes of numbers, by the magnitude of the number in the base.
 _CLASSES = 8
-_LEAST_OF_CLASSES = 1 << 14  # numbers; below this classes do not pay
+# Below this count of numbers, classes take more than they save.
+_LEAST_OF_CLASSES = 1 << 14
 
 
 def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, bool]:
@@ -320,7 +324,8 @@ def _dense(plane: Plane, elements: Integers, level: int, skewed: bool) -> bytes:
             return coded
         if sample == 1:
             return raw
-        sample = 1  # the sample misled: look at everything
+        # The sample was not representative, so all numbers are counted.
+        sample = 1
 
 
 def read_plane(reader: Reader, width: int, count: int, nesting: int) -> Integers:
@@ -456,9 +461,11 @@ def _read_sparse(
 # ---- joint: numbers of symbols, which raw bits complete, and of whole values, such as zeros --------------------------
 
 _MOST_NUMBERS, _MOST_VALUES = 255, 8
-_LEAST_OF_JOINT = 1 << 13  # elements; below this the lists do not pay
+# Below this count of elements, the lists take more than they save.
+_LEAST_OF_JOINT = 1 << 13
 _LISTS = 1024  # bytes of lists and header at most
-_FINE_SHARE = 64  # exponents with one of so many elements are told apart by bits of the mantissa, too
+# An exponent of at least one element in this many is also distinguished by bits of the mantissa.
+_FINE_SHARE = 64
 
 
 def _joint(plane: Plane, elements: Integers, finer: int, level: int) -> bytes | None:

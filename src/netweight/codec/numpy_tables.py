@@ -240,7 +240,8 @@ def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False
     occurrences = counts[order]
 
     most = min(63, len(order))
-    estimate = fewest  # a symbol rarer than about 1 in 2048 is cheaper as a patch
+    # A symbol that occurs less than about once in 2048 elements takes fewer bits as a patch.
+    estimate = fewest
     while estimate < most and int(occurrences[estimate]) * 2048 >= total:
         estimate += 1
     lowest, highest = (fewest, most) if exhaustive else (max(fewest, estimate - 1), min(most, estimate + 1))
@@ -248,7 +249,8 @@ def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False
     for size in range(lowest, highest + 1):
         weights = occurrences[:size].copy()
         rest = total - int(weights.sum())
-        weights[0] += rest  # rare symbols are coded as the likeliest one
+        # Rare symbols are encoded as the most frequent one, and then corrected by patches.
+        weights[0] += rest
         frequencies = np.clip(weights * 256 // max(total, 1), 1, largest)
         _balanced(weights, frequencies, largest, 256, lambda f: gains()[f])
         cost = rest * PATCH_COST + size * 8 * COST + int((weights * bits[frequencies]).sum())

@@ -24,8 +24,10 @@ from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 _ENTRY = "decode_chunks"
 _ANY_SIZE = "decode.cu"  # kernels for numbers of any size
-NO_SUCH_ROW = 2048  # the bit of a status for a row that a weight lacks; kNoSuchRow in kernels/types.cuh
-_FIRST_BYTES = 1 << 16  # enough for the header and the index of 16,000 chunks; more is fetched in a second step
+# The bit of a status for a row that a weight does not have; kNoSuchRow in kernels/types.cuh.
+NO_SUCH_ROW = 2048
+# This is enough for the header and the index of 16,000 chunks. Longer ones are read in a second step.
+_FIRST_BYTES = 1 << 16
 # In the order of the bits that kernels/chunk.cuh gives them.
 _REASONS = (
     "its index does not fit its size",
@@ -90,7 +92,8 @@ def layout_of(blob: Tensor) -> BlobLayout:
     if fields.base_digest:
         raise Unsupported("A blob that holds differences is decoded on the CPU.", cure="Decode it with its base first.")
     if fields.nbytes == 0:
-        empty_tensor(dtype, fields.shape)  # raises for a shape that torch refuses
+        # This raises an error for a shape that torch refuses.
+        empty_tensor(dtype, fields.shape)
     chunks = len(fields.chunk_starts) - 1
     return BlobLayout(
         dtype=dtype,

@@ -25,17 +25,21 @@ from netweight.codec.header import BY_NAME, FIXED_HEADER, MAGIC, ElementType, ch
 from netweight.codec.numpy_tables import Plane, sampling
 from netweight.errors import OutOfMemory, UsageError
 
-SCRATCH_BYTES = 256 << 20  # working memory of one call, unless a single chunk needs more
+# Working memory of one call. A single chunk may need more.
+SCRATCH_BYTES = 256 << 20
 LENGTH_BYTES = 8  # before the blob in a payload
 
-_THREADS, _PLACERS = 128, 1024  # of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu
+# Threads and placers of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu.
+_THREADS, _PLACERS = 128, 1024
 _COPIERS = 8  # kCopiers in kernels/encode.cu
 # The address of a tensor is a multiple of so many bytes.
 _ALIGNMENT = 16
-_SHAPE_WORDS = 10  # 64 dimensions whose product is below 2^62 have at most 73 bytes of varints
+# The shape of 64 dimensions whose product is below 2^62 takes at most 73 bytes of varints.
+_SHAPE_WORDS = 10
 _DIGEST_BLOCK = 1024  # kDigestBlock in kernels/digest.cuh
 _LONG_TEXT = 241  # kLongText there
-_SLACK = 4096  # what a plane may write beyond its elements before it is given up
+# The number of bytes that a plane may write beyond its elements before its encoding is stopped.
+_SLACK = 4096
 
 
 def encode(
@@ -350,7 +354,8 @@ def _run(
         status = torch.zeros(1, dtype=torch.int32, device=source.device)
     room = None
     for wave in plan.waves(SCRATCH_BYTES):
-        room = room or _Room.of(plan, wave.chunks * plan.planes, source.device)  # the first wave is the largest
+        # The first wave is the largest, so its memory is enough for all.
+        room = room or _Room.of(plan, wave.chunks * plan.planes, source.device)
         _run_wave(source, plan, wave, blob, small, room, digest=digest)
     grid = 1 + (min(256, -(-capacity // (1 << 16))) if fill else 0)
     header = (plan.start, len(plan.varints), 4 * plan.chunks, *plan.shape_words)

@@ -18,16 +18,21 @@ import torch.nn.functional as F
 from netweight.codec.cuda import launching
 from netweight.codec.fixed import decode_fixed, decode_fixed_rows, layout_of_shape
 
-MOST_FUSED = 256  # rows of inputs; beyond, reading the weight for 64 at a time costs more than decoding it once
+# The most rows of inputs. For more, reading the weight once for each 64 rows takes longer than decoding it once.
+MOST_FUSED = 256
 _MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
 _FILE = "fixed.cu"
 _LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
 _MOST_NARROW = 32  # rows of inputs for which each warp loads its own
-_MOST_WARPS, _MOST_SPLITS = 16, 8  # of such a block, and of its columns
-_SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16  # for more inputs: of a block, blocks of a processor, splits
+# The most warps of such a block, and the most parts of its columns.
+_MOST_WARPS, _MOST_SPLITS = 16, 8
+# For more inputs: warps of a block, blocks of a processor, and the most parts of the columns.
+_SIDE_WARPS, _SIDE_BLOCKS, _MOST_SIDE_SPLITS = 8, 2, 16
 _DECODE_THREADS = _FINISH_THREADS = 256
 _ENCODE_THREADS, _SUM_THREADS, _PLACE_THREADS = 512, 1024, 128
-_TILES_DECODED = 4  # of the same rows by a block; half of its warps then see to escapes alone, which measured fastest
+# Tiles of the same rows that a block decodes. Half of its warps then handle only escapes, which was fastest when
+# measured.
+_TILES_DECODED = 4
 _LISTED = 512  # kListed in kernels/fixed.cu
 # Addresses are multiples of so many bytes.
 _ALIGNMENT = 16
@@ -59,11 +64,13 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
         splits = max(1, min(_SIDE_BLOCKS * processors // blocks, layout.tile_columns // 4, _MOST_SIDE_SPLITS))
         return Plan(f"product_{_MOST_AT_ONCE}", _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
     entry = next(f"product_{most}" for most in (8, 16, 32) if batch <= most)
-    row_tiles = 1 if batch <= 8 else 2  # with more inputs, two share what is loaded of them
+    # For more inputs, two tiles share the loaded inputs.
+    row_tiles = 1 if batch <= 8 else 2
     blocks = -(-layout.tile_rows // row_tiles)
     # Narrow weights have small blocks, so that the sum over a block's warps does not take longer than the product.
     tiles_each = 4 if blocks >= 4 * processors else 2
-    most = _MOST_WARPS // row_tiles if blocks > 2 * processors else _MOST_WARPS  # then two blocks share a processor
+    # With so many blocks, two of them share a processor.
+    most = _MOST_WARPS // row_tiles if blocks > 2 * processors else _MOST_WARPS
     warps = max(1, min(most, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
     splits = max(1, min(processors // blocks, layout.tile_columns // (4 * warps), _MOST_SPLITS))
@@ -137,7 +144,8 @@ def linear(
     inputs = _aligned(x.reshape(batch, columns).contiguous())
     y = torch.empty(batch, rows, dtype=x.dtype, device=x.device)
     payload, added = _aligned(payload), None if bias is None else bias.contiguous()
-    if batch <= _MOST_AT_ONCE:  # a view of all of it takes its microseconds
+    # Even a view of the whole tensor would take some microseconds.
+    if batch <= _MOST_AT_ONCE:
         _multiply(inputs, payload, added, y)
     else:
         for at in range(0, batch, _MOST_AT_ONCE):

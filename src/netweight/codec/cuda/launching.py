@@ -42,7 +42,8 @@ def _nvrtc() -> Any:
     try:
         nvrtc = importlib.import_module("cuda.bindings.nvrtc")
         nvrtc.nvrtcVersion()
-    except (ImportError, RuntimeError) as error:  # a RuntimeError for a library that is not found
+    except (ImportError, RuntimeError) as error:
+        # A library that is not found raises a RuntimeError.
         raise CudaUnavailable(
             f"CUDA kernels cannot be compiled here: NVRTC or its bindings are missing ({error}).", cure=INSTALL
         ) from error
@@ -142,7 +143,8 @@ def _read(path: Path) -> bytes | None:
 
 def _write(path: Path, code: bytes) -> None:
     """Write a file whole or not at all: a reader never meets half of it, and a second writer leaves it to the first."""
-    with contextlib.suppress(OSError, NetweightError):  # a cache that cannot be written costs a compilation per process
+    # If the cache cannot be written, each process compiles the kernels again.
+    with contextlib.suppress(OSError, NetweightError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path, overwrite=True) as file:
             file.write(hashlib.sha256(code).digest() + code)
@@ -151,7 +153,8 @@ def _write(path: Path, code: bytes) -> None:
 _LEAST_CAPABILITY = (7, 5)
 _CELL = (1 << 64) - 1
 _pointers: dict[tuple[int, int], Any] = {}  # kept, because the driver reads them
-_thread = threading.local()  # its `index`: the device whose context netweight made current
+# Its attribute `index` is the device whose context netweight made current.
+_thread = threading.local()
 Argument = torch.Tensor | int | float | np.generic
 
 
@@ -199,7 +202,8 @@ def launch(
     here = torch._C._cuda_getDevice()
     index = here if device.index is None else device.index
     if index == here:
-        if getattr(_thread, "index", None) != index:  # this thread may never have called CUDA before
+        # This thread may not have called CUDA before.
+        if getattr(_thread, "index", None) != index:
             _call("cuCtxSetCurrent", _primary_context(index))
             _thread.index = index
         _start(file, entry, grid, block, arguments, index)
@@ -234,7 +238,8 @@ def multiprocessors(index: int) -> int:
 def _bits(argument: torch.Tensor | float | np.generic, index: int) -> int:
     """An argument in a cell of eight bytes."""
     if isinstance(argument, torch.Tensor):
-        if argument.get_device() != index:  # its address would crash the kernel and spoil the context for everybody
+        # The address would crash the kernel, and the context would be unusable for the whole process.
+        if argument.get_device() != index:
             raise UsageError(f"A kernel on cuda:{index} was given a tensor on {argument.device}.")
         return argument.data_ptr()
     value = argument if isinstance(argument, np.generic) else np.float64(argument)
@@ -282,7 +287,8 @@ def _refusal(result: Any, name: str, what: str) -> CudaFailed | OutOfMemory:
 @cache
 def _primary_context(index: int) -> Any:
     (device,) = _call("cuDeviceGet", index)
-    (context,) = _call("cuDevicePrimaryCtxRetain", device)  # never released: it lives as long as torch's
+    # The context is never released, because torch uses it as long as the process runs.
+    (context,) = _call("cuDevicePrimaryCtxRetain", device)
     return context
 
 
