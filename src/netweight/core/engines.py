@@ -121,7 +121,8 @@ class _Parent:
     """A worker's connection to the process that started it, for values that a run sends before it ends."""
 
     connection: Connection | None = None
-    address: tuple[Any, bytes] | None = None  # where the parent listens, and the key that it asks for; None elsewhere
+    address: tuple[Any, bytes] | None = None
+    """Address at which the parent listens, and the key that it requires; None in other processes."""
     # Index of the item that the worker runs.
     index = 0
     lock = threading.Lock()
@@ -135,7 +136,8 @@ def send_message(value: Any) -> None:
     """
     if _Parent.address is None:
         return
-    with _Parent.lock:  # progress is also reported from a thread of its own
+    # Another thread also reports progress.
+    with _Parent.lock:
         if _Parent.connection is None:
             address, key = _Parent.address
             _Parent.connection = Client(address, authkey=key)
@@ -194,7 +196,8 @@ class _Events:
                 connection = self._listener.accept()
             except AuthenticationError:
                 continue
-            except (OSError, EOFError):  # it was closed, or a worker died while it connected
+            except (OSError, EOFError):
+                # The connection was closed, or a worker ended while it connected.
                 if self._listener._listener is None:  # type: ignore[attr-defined]
                     return
                 continue
@@ -348,7 +351,8 @@ def ray_cluster(
 
 
 def _connect(address: str | None, workers: int | None, cpus: int) -> None:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a Ray that is started here reports to nobody
+    # A Ray cluster that is started here must not send usage statistics.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = _ray()
     given: dict[str, Any] = {"address": address, "log_to_driver": False, "logging_level": "ERROR"}
     if address is None and "RAY_ADDRESS" not in os.environ:

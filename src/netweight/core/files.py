@@ -63,7 +63,8 @@ def regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
         Unsupported: It is a pipe, a device, a socket or a folder. None of them is waited for.
         OSError: The system refuses.
     """
-    more = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK")  # the last one has no effect on a regular file
+    # The last flag has no effect on a regular file.
+    more = ("O_CLOEXEC", "O_BINARY", "O_NONBLOCK")
     descriptor = os.open(path, flags | functools.reduce(operator.or_, (getattr(os, name, 0) for name in more)))
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -131,8 +132,10 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
     import msvcrt
 
-_FAR = 0x7FFF_FFFF  # Windows forbids others to read a locked byte: this one lies behind all content
-_WINDOWS = os.name == "nt"  # where folders cannot be synced, nor open files renamed or removed
+# On Windows, other processes cannot read a locked byte, so this one lies behind all content.
+_FAR = 0x7FFF_FFFF
+# On Windows, folders cannot be synced, and open files cannot be renamed or removed.
+_WINDOWS = os.name == "nt"
 
 
 def part_of(target: Path) -> Path:
@@ -191,7 +194,8 @@ def naming_failures(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _OF_WRITING:  # whichever file a copy names
+        # A copy may name either of its files.
+        if error.errno in _OF_WRITING:
             raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
         refused = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes | os.PathLike) else part
         ours = any(refused.is_relative_to(own) for own in (target, part, work))
@@ -208,7 +212,8 @@ def naming_failures(target: Path) -> Iterator[None]:
         if error.errno not in cures:
             raise
         raise OutputFailed(f"{target} could not be written ({error.strerror}).", cure=cures[error.errno]) from error
-    except Exception as error:  # of a library in Rust, such as safetensors, which has the system's number in its text
+    except Exception as error:
+        # Libraries in Rust, such as safetensors, state the system's error number in the text of their error.
         number = re.search(r"\(os error (\d+)\)", str(error))
         if isinstance(error, NetweightError) or number is None or int(number[1]) not in cures:
             raise
@@ -266,7 +271,8 @@ def publish(part: Path, target: Path, *, aside: Path | None = None) -> None:
     sync_tree(part)
     if aside is None or not target.exists():
         os.replace(part, target)
-    elif not exchange(part, target):  # two steps; whoever was killed in between moves `aside` back
+    elif not exchange(part, target):
+        # This takes two steps. If the process is killed between them, the next call moves `aside` back.
         os.rename(target, aside)
         os.rename(part, target)
     sync(target.parent)
@@ -358,7 +364,8 @@ def whole_file(target: Path, *, overwrite: bool = False, mode: int | None = None
             publish(part, target)
         except BaseException:
             try:
-                file.close()  # which may try to write once more, to a disk that is full
+                # Closing may write again, to a disk that is full.
+                file.close()
             finally:
                 part.unlink(missing_ok=True)
             raise
@@ -368,7 +375,8 @@ def whole_file(target: Path, *, overwrite: bool = False, mode: int | None = None
 def _new_part(target: Path) -> tuple[Path, IO[bytes]]:
     """Make the temporary file of a target, locked, and remove those that killed runs left behind."""
     held = part_of(target)
-    if held.is_dir():  # a folder of the same name was to be written before
+    # Before, a folder of this name was to be written.
+    if held.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(held))
     while True:
         part = held.with_name(f"{held.name}-{secrets.token_hex(8)}")
@@ -465,7 +473,8 @@ def in_order(work: Callable[[T], R], tasks: Iterable[T], threads: int) -> Iterat
 
 _DEPTH = 100
 _BLOCK = 1 << 20  # bytes looked at at a time
-_FREE = 400_000  # values that any text may hold; a parsed value takes up to 64 bytes
+# Any text may contain this many values. A parsed value takes up to 64 bytes.
+_FREE = 400_000
 
 
 def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE) -> Any:
@@ -483,7 +492,8 @@ def parse_json(text: str | bytes, *, most: int | None = None, free: int = _FREE)
     if isinstance(text, str):
         del data  # a copy of the text, which may be long
     parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=unique_fields)
-    if escapes:  # an escaped half of a surrogate pair is not a text: nothing could be named or written so
+    # An escaped half of a surrogate pair is not text, and cannot be written to a file or be part of a name.
+    if escapes:
         json.dumps(parsed, ensure_ascii=False).encode()
     return parsed
 
@@ -521,7 +531,8 @@ def is_text(name: str) -> bool:
 
 def _structure(data: bytes) -> tuple[int, int]:
     """Bound the number of values, and find the greatest depth, by brackets and commas outside of strings."""
-    if b"\\" in data:  # pairs from the left; what is left of a run stands before a quote, or before a letter
+    # Backslashes are removed in pairs from the left. What remains of a run escapes a quote or a letter.
+    if b"\\" in data:
         data = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     values, depth, deepest, inside = 1, 0, 0, 0
     for start in range(0, len(data), _BLOCK):

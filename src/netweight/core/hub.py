@@ -98,7 +98,8 @@ def _no_weights(name: str, revision: str | None, *, pickles: bool) -> UsageError
             file for file in HfApi().list_repo_files(name, revision=revision)
             if any(fnmatch(file, pattern) for pattern in patterns)
         ]  # fmt: skip
-    except (HfHubHTTPError, OSError):  # the list only makes the message fuller
+    except (HfHubHTTPError, OSError):
+        # The list of files only adds detail to the message.
         files = []
     other = f", but {', '.join(files[:_SHOWN])}" if files else ""
     formats = "safetensors files" + (" and no PyTorch checkpoints" if pickles else "")

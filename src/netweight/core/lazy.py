@@ -38,7 +38,8 @@ class Lazy:
     @property
     def value(self) -> Any:
         """The object at the place."""
-        from pkgutil import resolve_name  # not at start-up, which this module is part of
+        # The import is not at the top of the file, because this module is loaded at every start.
+        from pkgutil import resolve_name
 
         return resolve_name(self.place)
 
@@ -95,7 +96,9 @@ def import_named(name: str, what: str) -> Any:
         raise UsageError(f"{what} {name!r} is not of the form MODULE:NAME.", cure="Write it as in mynet:make.")
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; it stays, since what is imported may import its neighbors later
+        # `python -m` does the same. The folder is not removed again, because the imported module may import its
+        # neighbors later.
+        sys.path.insert(0, here)
     try:
         value: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -110,7 +113,8 @@ def import_named(name: str, what: str) -> Any:
             cure=f"Run the command in the folder of {error.name.replace('.', '/')}.py, or "
             "add this folder to PYTHONPATH.",
         ) from error
-    except Exception as error:  # what a user's own module does while it is imported
+    except Exception as error:
+        # A user's module may raise any error while it is imported.
         raise UsageError(
             f"{what} {name!r} cannot be imported: {type(error).__name__} in {module}: {error}.",
             cure=f"For the full error, run: python -c 'import {module}'",

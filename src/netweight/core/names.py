@@ -90,7 +90,8 @@ def _expression(plain: str, pattern: str) -> str:
         else:
             inner = re.escape(segment).replace(r"\*", "[^.]*")
             piece = rf"(?=[^.]){inner}\."
-        if not (pieces and segment == "**" and pieces[-1] == piece):  # '**.**' says no more than '**'
+        # The pattern '**.**' matches the same as '**'.
+        if not (pieces and segment == "**" and pieces[-1] == piece):
             pieces.append(piece)
     return "".join(pieces)
 

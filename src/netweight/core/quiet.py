@@ -22,7 +22,8 @@ def quiet_libraries() -> None:
     os.environ[_MARK] = "1"
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
-    if not sys.stderr.isatty():  # a bar in a log is a line for each of its steps
+    # In a log, a progress bar would write a line for each step.
+    if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if logging.lastResort is not None:  # loggers without a handler of their own
         logging.lastResort.setLevel(logging.ERROR)
