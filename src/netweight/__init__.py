@@ -38,7 +38,8 @@ def _autoload() -> None:
 
 def _names() -> Any:
     """Return the lookup of public names, the list of them, and `__all__`."""
-    from netweight.core.lazy import lazy_names  # not at start-up, for which every program pays that imports torch
+    # The import is not at the top of the file, because every program that imports torch would pay for it.
+    from netweight.core.lazy import lazy_names
 
     return lazy_names(
         __name__,
