@@ -55,7 +55,8 @@ class ChatTemplate:
             ) from error
         self._variables = _variables(template)
         cure = "Restore chat_template.jinja, or chat_template in tokenizer_config.json."
-        self._parts = False  # whether a content is a list of parts, as templates of multimodal models read it alone
+        # True if a content is a list of parts, the only form that templates of multimodal models read.
+        self._parts = False
         try:
             if not self._shows_probe():
                 self._parts = True
@@ -123,7 +124,8 @@ class ChatTemplate:
         turns: list[dict[str, Any]] = [dict(message) for message in messages]
         if self._parts:
             turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns]
-        for turn in turns:  # families differ in the name that their template reads a thought by
+        # Families of models give the thought different names in their templates.
+        for turn in turns:
             if "reasoning_content" in turn:
                 turn |= dict.fromkeys(("reasoning", "thinking"), turn["reasoning_content"])
         try:
@@ -134,7 +136,8 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
             broken, reason = isinstance(error, TemplateSyntaxError), str(error).strip() or type(error).__name__
-            if self._variables and not (broken or type(error) is TemplateError):  # not by the template's own words
+            # An error that the template itself raises does not depend on its options.
+            if self._variables and not (broken or type(error) is TemplateError):
                 reason += f"; --template sets its options: {', '.join(self._variables)}"
             raise _TemplateRefusal(reason, broken) from error
 

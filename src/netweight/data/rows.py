@@ -24,7 +24,8 @@ from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.errors import UsageError
 
-_LONGEST_FIELD = 1 << 24  # Python's csv refuses fields above 128 KiB unless told otherwise
+# By default, Python's csv module refuses fields of more than 128 KiB.
+_LONGEST_FIELD = 1 << 24
 _NAMED = 5  # bad rows that a message names; the others are counted
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
@@ -176,7 +177,8 @@ def _public_set(source: str) -> Any:
     datasets = library("datasets", "A named data set", "llm")
     try:
         return datasets.load_dataset(name, configuration or None, split=split or "train")
-    except RuntimeError as error:  # a set that is a program, which newer versions of datasets do not run
+    except RuntimeError as error:
+        # The data set is a program, which newer versions of datasets do not run.
         raise UsageError(
             f"The data set {name!r} cannot be loaded: {error}",
             cure="Give a copy of its rows as a file, such as Parquet.",
@@ -333,7 +335,8 @@ def _parquet(file: Path) -> Iterator[Row]:
     parquet = library("pyarrow.parquet", f"Reading {file}", "llm")
     try:
         records = parquet.read_table(file).to_pylist()
-    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+    except (OSError, ValueError) as error:
+        # The errors of pyarrow are subclasses of these.
         reason = str(error).rstrip(".")
         raise UsageError(f"{file} cannot be read: {reason}.", cure="Fetch or write it again.") from error
     yield from (Row(f"row {number}", values) for number, values in enumerate(records))

@@ -63,7 +63,8 @@ class TextExample:
     """The place within the source, for messages."""
 
 
-_RATINGS = ("label", "kto_tag")  # columns of truth values in data for KTO: TRL's and LLaMA-Factory's
+# Columns of truth values in data for KTO, as TRL and LLaMA-Factory name them.
+_RATINGS = ("label", "kto_tag")
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 

@@ -153,7 +153,8 @@ class Chat:
 AnyTemplate = Template | Chat | Literal["chat"]
 """Text around prompts and answers; "chat" is the tokenizer's chat template without options."""
 PLAIN = Template()  # the answer follows the prompt at once, as TRL has it
-BELOW = Template("{prompt}\n", "{answer}")  # the answer begins a line of its own: what commands put around plain rows
+# The answer begins on a new line: commands use this template for plain rows.
+BELOW = Template("{prompt}\n", "{answer}")
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails
 
 
@@ -366,7 +367,8 @@ def _ids(
             token_ids.append(None)
         else:
             whole = (tuple(prompt_ids), tuple(follows))
-            closed = whole[1][-len(ends) :] == tuple(ends)  # published answers may end with the end of sequence
+            # Published answers may already end with the end of sequence.
+            closed = whole[1][-len(ends) :] == tuple(ends)
             token_ids.append(whole if chat else ((*begins, *whole[0]), whole[1] if closed else (*whole[1], *ends)))
     return token_ids
 

@@ -69,7 +69,8 @@ def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[s
         file.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(file, overwrite=True) as output:
             output.write(safetensors.torch.save(tensors))
-    except (OSError, NetweightError) as error:  # a full disk, no permission, another process that writes the same file
+    except (OSError, NetweightError) as error:
+        # The disk may be full or read-only, or another process may write the same file.
         warnings.warn(f"Decoded pictures could not be stored in {file.parent}: {error}", stacklevel=2)
     return tensors
 

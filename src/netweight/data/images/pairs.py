@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 _IMAGES = ("image", "file_name", "image_path", "path", "file")  # columns of picture files, as tables name them
-_SHOWN_PATH = 200  # characters of a path that a message shows; a longer text is no path, but an encoded picture
+# A message shows this many characters of a path. A longer text is not a path, but an encoded picture.
+_SHOWN_PATH = 200
 
 
 @final
@@ -146,7 +147,8 @@ def _written(path: str, folder: Path) -> str | None:
         try:
             if (folder / way).is_file():
                 return way
-        except OSError:  # a text that is too long for a path
+        except OSError:
+            # The text is too long for a path.
             return None
     return None
 

@@ -46,7 +46,8 @@ _WIDE = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 _PHOTOMETRIC = 262  # tag of a TIFF that says which number is white
 _DEPTHS = (8, 10, 12, 14, 16)
 _NAMED = 3  # pictures that a remark names; the others are counted
-_CLIPPED = 0.98  # share of black and white pixels from which a picture of more than two levels counts as clipped
+# A picture of more than two levels counts as clipped if this share of its pixels is black or white.
+_CLIPPED = 0.98
 
 
 @final
@@ -173,7 +174,8 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
     except (OSError, TypeError, ValueError, SyntaxError, IndexError, EOFError) as error:
         reason = str(error).rstrip(".")
-        if "BytesIO" in reason:  # Pillow names what it was given, not what it is
+        # Pillow names the type of its argument, and not the picture.
+        if "BytesIO" in reason:
             reason = "its format is unknown"
         raise UsageError(
             f"{name} is not a picture that Pillow can read: {reason}.", cure="Remove or repair it."
