@@ -60,7 +60,8 @@ class Subject:
                 f"{self.name!r} has images of shape {tuple(self.images.shape)} and {len(self.prompts)} prompts.",
                 cure="Give (k, 3, height, width) and k prompts.",
             )
-        if not bool(((self.images >= 0) & (self.images <= 1)).all()):  # false for NaN, too
+        # The comparison is also false for NaN.
+        if not bool(((self.images >= 0) & (self.images <= 1)).all()):
             raise UsageError(f"The images of {self.name!r} are not within 0 and 1.", cure="Scale them, and drop NaN.")
 
 

@@ -15,7 +15,8 @@ from netweight.nn.hooks import evaluating
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH_TOKENS = 8192  # tokens of a batch's prompts, padding included, at most: a cache of them has to fit in memory
+# The most tokens of the prompts of a batch, padding included. Their cache must fit into memory.
+_BATCH_TOKENS = 8192
 _BATCH_ROWS = 64
 _PADDED = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask hides padding from
 

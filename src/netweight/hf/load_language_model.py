@@ -248,7 +248,8 @@ _CURE = (
     "Give a decoder with one list of blocks, each with attention and a feed-forward layer, then a norm and a linear "
     "layer to the vocabulary, such as a causal language model of transformers."
 )
-_MOST_INPUTS = 2  # a feed-forward layer takes the hidden state, at most the residual too; attention takes far more
+# A feed-forward layer takes the hidden state, and at most the residual as well. Attention takes far more inputs.
+_MOST_INPUTS = 2
 
 
 @final

@@ -428,7 +428,8 @@ def _check_parts(folder: Path, files: PipelineFiles) -> None:
             _check_part(folder, part)
     packed = files.compressed
     for part in files.parts:
-        if part in packed:  # by netweight, which says so as a quantization and opens the part
+        # netweight marks its compression as a quantization, and opens such parts.
+        if part in packed:
             continue
         config = folder / part / "config.json"
         about = _object(config) if config.is_file() else {}

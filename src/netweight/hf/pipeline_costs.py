@@ -167,11 +167,13 @@ def measured_plan(
     seconds: dict[str, float] = {"prompt": _timed(lambda: model.embed(["a photo"]))[0]}
     predicts = any(stage.predictions or stage.gradients for stage in stages)
     if predicts:
-        predict()  # brings the weights, which may lie in a mapped file, into memory
+        # The first prediction reads the weights, which may be in a mapped file, into memory.
+        predict()
     before = _resident(model)
     seconds["prediction"], row = _timed(predict, again=False) if predicts else (0.0, 0)
     together = min(most_rows(model, rows), _TOGETHER)
-    if predicts and seconds["prediction"] < _QUICK and together > 1:  # several at a time are quicker, in small networks
+    # In small networks, several predictions at a time are faster.
+    if predicts and seconds["prediction"] < _QUICK and together > 1:
         latents, text = latents.repeat(together, 1, 1, 1), text.rows([0] * together)
         seconds["prediction"] = _timed(predict)[0] / together
         latents = latents[:1]
@@ -297,7 +299,8 @@ def _reset_peak() -> None:
     elif _RESET.exists():
         try:
             _RESET.write_text("5")
-        except OSError:  # in some containers: peaks before this one count as well
+        except OSError:
+            # In some containers the peak cannot be reset, so earlier peaks count as well.
             return
 
 

@@ -326,7 +326,8 @@ def _one_set(files: Sequence[WeightFile], part: Path) -> tuple[WeightFile, ...]:
 def _link(source: Path, target: Path) -> None:
     try:
         os.symlink(source.resolve(), target)
-    except OSError:  # Windows without the right to make links
+    except OSError:
+        # On Windows, the user may not be allowed to make links.
         shutil.copyfile(source, target)
 
 
@@ -373,7 +374,8 @@ def _bin_places(path: Path) -> dict[str, TensorPlace]:
         )
     refuse_inflated(path)
     try:
-        with FakeTensorMode():  # reads the table of tensors, and none of their numbers
+        # This reads the table of tensors, and none of their numbers.
+        with FakeTensorMode():
             state = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError) as error:
         raise CorruptBlob(f"{path} cannot be read as a file of tensors: {error}.") from error

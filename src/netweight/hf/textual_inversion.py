@@ -86,7 +86,8 @@ def textual_inversions(folder: Path) -> Iterator[TextualInversion]:
         if path.suffix in ENDINGS and path.is_file() and path.stat().st_size < _MOST_BYTES:
             try:
                 yield read_textual_inversion(path)
-            except NetweightError:  # of another kind, or damaged; what is read of it elsewhere says so
+            except NetweightError:
+                # The file is of another kind or damaged; the function that reads it later reports this.
                 continue
 
 
