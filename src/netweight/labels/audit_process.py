@@ -87,7 +87,8 @@ def run_apart(
 
 def _end(process: subprocess.Popen[str]) -> None:
     if os.name == "posix":
-        with contextlib.suppress(ProcessLookupError):  # where all of the group ended by themselves
+        # All processes of the group may have ended by themselves.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     elif process.poll() is None:
         process.kill()
@@ -115,7 +116,8 @@ def end_with_parent(parent: int) -> None:
             time.sleep(1)
         os._exit(1)
 
-    if os.name == "posix":  # elsewhere the number stays that of the parent
+    # On other systems the number of the parent does not change.
+    if os.name == "posix":
         threading.Thread(target=watch, daemon=True, name="netweight-parent").start()
 
 
@@ -137,7 +139,8 @@ def main() -> None:
         value["sections"] = [section.to_json() for section in result.sections]
         value["payload"] = dict(result.payload)
     except NetweightError as error:
-        value["reason"] = error.reason  # its cure names options of the command, which a label does not have
+        # The cure of this error names options of the attack's command, which a label does not have.
+        value["reason"] = error.reason
     with whole_file(folder / _END, overwrite=True) as file:
         file.write(json.dumps(value, default=str).encode())
 

@@ -262,7 +262,8 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
     file = folder / "tokenizer.json"
     if not file.is_file() or file.stat().st_size > _MOST_TOKENIZER:
         return None
-    try:  # large vocabularies exceed the bounds of the careful reader, so the standard one reads this file
+    # Large vocabularies exceed the bounds of the careful reader, so the standard reader opens this file.
+    try:
         content = json.loads(file.read_bytes())
     except (ValueError, RecursionError):
         return None

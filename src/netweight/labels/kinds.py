@@ -72,7 +72,8 @@ class Subject:
         """The name that people know it by."""
         resolved = self.path.resolve()
         place = resolved.parents[1].name if resolved.parent.name == "snapshots" else ""
-        if self.path.is_dir() and place.startswith("models--"):  # the hub's cache, where folders have digests as names
+        # This is the hub's cache, in which folders are named by digests.
+        if self.path.is_dir() and place.startswith("models--"):
             return place.removeprefix("models--").replace("--", "/")
         name = resolved.name if self.path.is_dir() else resolved.stem
         return "".join(letter if letter.isprintable() else "�" for letter in name)
@@ -274,8 +275,10 @@ def _weights_of(folder: Path, *, deep: bool = False) -> tuple[list[Path], list[P
         variants = [entry for entry in chosen if _variant_of(entry.name) is not None]
         own = [entry for entry in chosen if entry not in variants] or variants[:1]
         shards = [entry for entry in own if not entry.name.startswith("consolidated")]
-        own = shards or own  # a folder of transformers may hold the same weights in its author's own layout
-        if deep or len(own) < len(chosen):  # a folder of one model's files: a variant is the same weights once more
+        # A folder of transformers may contain the same weights in the layout of its author as well.
+        own = shards or own
+        # The folder contains the files of one model, and a variant is a second copy of the weights.
+        if deep or len(own) < len(chosen):
             files += own
             copies += [entry for entry in plain if entry not in own]
         else:

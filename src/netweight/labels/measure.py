@@ -92,7 +92,8 @@ def label(
         audited = run_audits(subject, audits, Request(minutes, given, folder), progress=progress)
     if subject.kind == "federation":
         groups += federation_groups(subject)
-    if subject.kind != "federation" or audited.rows:  # the report of a federation has the results of its audit
+    # The report of a federation already contains the results of its audit.
+    if subject.kind != "federation" or audited.rows:
         groups = [group for group in groups if group.anchor != "verdict"]
         groups += audit_groups(audited)
     if base is not None:

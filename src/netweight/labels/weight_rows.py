@@ -10,7 +10,8 @@ from netweight.labels.units import count, many, percent, size
 from netweight.labels.weights import TensorFacts, WeightFacts
 
 _SHOWN = 3  # names that are listed in a row
-_LEAST_SHARE = 0.01  # of the gross weight, from which a type or a finding gets a row of its own
+# A type or a finding gets its own row from this share of the gross weight on.
+_LEAST_SHARE = 0.01
 
 
 def weight_group(subject: Subject, facts: WeightFacts) -> Group:
@@ -70,7 +71,8 @@ def bits_group(facts: WeightFacts) -> Group:
     for number, (dtype, tensors) in enumerate(facts.by_dtype().items()):
         nbytes = sum(tensor.nbytes for tensor in tensors)
         if number and nbytes < _LEAST_SHARE * facts.gross:
-            continue  # positions, counters and the like, which nobody asks about; `ingredients` lists their types
+            # Positions, counters and similar tensors do not get rows; `ingredients` lists their types.
+            continue
         if sum(tensor.count for tensor in tensors if tensor.bits is not None):
             rows += _dtype_rows(dtype, tensors, nbytes, facts.gross)
         else:

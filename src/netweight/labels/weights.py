@@ -29,7 +29,8 @@ from netweight.store.reader import StoredFile
 from netweight.store.torch_archive import refuse_inflated
 
 _PIECE = 1 << 20  # bytes that are read and encoded at a time
-_SAMPLED_ONE_IN = 16  # pieces per piece whose bits are counted; the first of every tensor always is
+# Bits are counted in one piece of this many, and always in the first piece of a tensor.
+_SAMPLED_ONE_IN = 16
 
 # Types of 8 bits without infinities: the bits that tell NaN from numbers, and their pattern.
 _ONE_NAN = {"F8_E4M3": (0x7F, 0x7F), "F8_E4M3FNUZ": (0xFF, 0x80), "F8_E5M2FNUZ": (0xFF, 0x80), "F8_E8M0": (0xFF, 0xFF)}
@@ -251,7 +252,8 @@ def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
     refuse_inflated(file)
     try:
         loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_archive(file))
-    except Exception as error:  # every reason for which torch refuses a file
+    except Exception as error:
+        # torch may refuse a file by any exception.
         raise UnsafeInput(
             f"{file} cannot be opened without running its code, or is damaged ({_reason(error)}).",
             cure="Save the weights as safetensors, and give that file.",
@@ -441,7 +443,8 @@ def _gathered(source: TensorSource, done: Iterator[tuple[_Piece, _PieceFacts]], 
     fits: dict[str, bool] = {}
     bits: list[BitStatistics] = []
     whole = xxhash.xxh3_128()
-    open_row: tuple[int, int | None] | None = None  # elements of the row that continues, and their one value
+    open_row: tuple[int, int | None] | None = None
+    """Elements of the row that continues in the next piece, and their common value."""
     element = BY_NAME.get(source.dtype)
     parts = 1 if element is None else max(element.bits // (8 * element.number_bytes), 1)
     width = int(np.prod(source.shape[1:], dtype=np.int64)) if len(source.shape) >= 2 and parts == 1 else 0
