@@ -42,7 +42,8 @@ _FINISHED = "files"  # the job's record of finished files
 _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
 
 
-_MUCH = 0.02  # of the weights' bytes: copied files that take more are worth a sentence
+# If copied files take more than this share of the weights' bytes, the summary mentions them.
+_MUCH = 0.02
 _SHOWN = 3  # files that the sentence names
 _BYTES_ONLY = (
     "its bytes were compressed without loss and its configuration was left as it is. Before use, restore it: "

@@ -128,7 +128,8 @@ def _bits(store: Store, name: str) -> BitStatistics | None:
         width = max(nbytes_of(info.dtype, (1,)), 1)
         blocks = (content.reshape(-1, width) for content in store.blocks(name))
         return count_bits(element, info.shape, blocks)
-    except Unsupported:  # torch lacks the dtype, or its numbers have no sign, exponent and mantissa
+    except Unsupported:
+        # torch does not have this dtype, or its numbers have no sign, exponent and mantissa.
         return None
 
 

@@ -135,7 +135,8 @@ def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progr
         before, after = (model(input_ids=tokens)[0].float() for model in models)
     different = int((before.view(torch.int32) != after.view(torch.int32)).sum())
     dense, held = (memory_footprint(model) for model in models)
-    target = 0 if config.mantissa_bits == 7 else None  # rounded weights compute other numbers
+    # Rounded weights give other outputs, so there is no target for them.
+    target = 0 if config.mantissa_bits == 7 else None
     findings = [
         Finding(name, different, n=before.numel(), better="lower", target=target, seeds=(seed,)),
         Finding(

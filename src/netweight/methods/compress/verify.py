@@ -123,7 +123,8 @@ class _Side:
         entries: dict[str, FileEntry] = {}
         left_out: tuple[str, ...] = ()
         strays: tuple[str, ...] = ()
-        if os.path.lexists(path / MANIFEST):  # a broken link is damage, and not a missing file
+        # A broken link counts as damage, and not as a missing file.
+        if os.path.lexists(path / MANIFEST):
             manifest = Manifest.read(path)
             manifest.check_present(path)
             left_out, entries = manifest.left_out, {entry.path: entry for entry in manifest.files}

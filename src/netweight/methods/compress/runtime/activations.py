@@ -22,11 +22,14 @@ from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.runtime.cuda import LENGTH
 from netweight.methods.compress.runtime.storage import blob_of, pack, threads_for
 
-_SMALL = 1 << 16  # bytes below which a tensor is kept as it is: there are many of them, and nothing in them
-_PAYS = 0.75  # of a tensor's bytes: what saves less is not worth decoding, and its copy while it is used
+# Smaller tensors are not compressed: there are many of them, and little would be saved.
+_SMALL = 1 << 16
+# If the result is larger than this share of a tensor's bytes, the saving is not worth the decoding.
+_PAYS = 0.75
 _SAMPLE = 4096  # numbers
 _PIECE = 1 << 19  # numbers that are encoded at a time
-_NEWEST = 1  # tensors that wait uncompressed: with the newest the backward pass begins
+# The newest tensor stays uncompressed, because the backward pass begins with it.
+_NEWEST = 1
 _Pack = Callable[[Any], Any]
 
 
@@ -43,7 +46,8 @@ class _SavedMemory:
         if self._values is None or self._values._version != self._version:
             return
         most = _PAYS * self._values.nbytes
-        for piece in torch.split(self._values, _PIECE):  # what the encoder needs beside them is as large as a piece
+        # The encoder needs additional memory of the size of a piece.
+        for piece in torch.split(self._values, _PIECE):
             blob = codec.encode(piece, threads=threads_for(piece.nbytes))
             self._payloads.append(pack(blob, LENGTH + len(blob)))
             most -= len(blob)
@@ -54,7 +58,8 @@ class _SavedMemory:
 
     def values(self) -> torch.Tensor:
         if self._values is not None:
-            if self._values._version != self._version:  # behind hooks like these autograd itself does not look
+            # With such hooks, autograd itself does not check this.
+            if self._values._version != self._version:
                 raise UsageError(
                     f"A tensor of {self._count} numbers ({self._dtype}), which the backward pass needs, was changed in "
                     "place after it was saved.",
@@ -72,7 +77,8 @@ class _SavedMemory:
 class _Packed:
     """Replacement of a saved tensor: its values, and its view of them."""
 
-    requires_grad = False  # a checkpoint reads this of what it keeps, and its shape, dtype and device
+    # A checkpoint reads this attribute of the tensors that it stores, and their shape, dtype and device.
+    requires_grad = False
 
     def __init__(self, tensor: torch.Tensor, memory: _SavedMemory) -> None:
         self.memory = memory
@@ -117,7 +123,8 @@ class _Packing:
 
 def _worth_trying(tensor: torch.Tensor) -> bool:
     return (
-        type(tensor) is torch.Tensor  # parameters stay where they are; a compressed weight is compressed
+        # Parameters are not compressed here, and compressed weights already are.
+        type(tensor) is torch.Tensor
         and tensor.is_floating_point()
         and tensor.is_cpu
         and tensor.nbytes >= _SMALL

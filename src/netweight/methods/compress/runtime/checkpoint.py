@@ -121,7 +121,8 @@ def load_checkpoint(
                 cure="Create the model with the configuration with which the checkpoint was saved.",
             )
         places = {name: prefix + about["tied"].get(name, name) for name in own}
-        for name, target in own.items():  # all of them before the first weight changes
+        # All tensors are checked before the first weight changes.
+        for name, target in own.items():
             saved = store.info(places[name])
             if saved.shape != tuple(target.shape) or torch_dtype(saved.dtype) != target.dtype:
                 raise UsageError(
@@ -130,10 +131,13 @@ def load_checkpoint(
                     cure="Create the model with the configuration with which the checkpoint was saved.",
                 )
         with torch.no_grad():
-            for name, target in own.items():  # one at a time: the memory of one dense weight
+            # Tensors are loaded one at a time, which needs the memory of one dense weight.
+            for name, target in own.items():
                 dense, raw = store.get(places[name], check=True), store.raw(places[name])
                 if isinstance(target, CompressedTensor) and codec.is_lossy(raw):
-                    target.stored.adopt(raw)  # its bytes as they are: they cannot be made of rounded values
+                    # The stored bytes are used as they are, because rounded values cannot be encoded to the same bytes
+                    # again.
+                    target.stored.adopt(raw)
                 else:
                     target.copy_(dense)
 

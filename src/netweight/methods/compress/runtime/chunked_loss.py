@@ -58,7 +58,8 @@ class chunk_loss:
         self._owner = _owner_of(model)
         self._head = _head_of(self._owner)
         self._tokens = tokens
-        self._chunks = False  # whether the call at work returns no logits
+        # True if the current call returns no logits.
+        self._chunks = False
         self._had_loss = False
         self._own_loss = self._owner.loss_function
         _check(self._owner, self._head)
@@ -215,7 +216,8 @@ class _ChunkedLoss(Function):
                 sums = logits.logsumexp(1, keepdim=True)
                 losses = (sums - logits.gather(1, places))[:, 0]
                 total += losses.where(has_loss, 0).sum()
-                slopes = logits.sub_(sums).exp_()  # the gradient of a token's loss: probabilities, less 1 at its label
+                # The gradient of a token's loss is the probabilities, minus 1 at its label.
+                slopes = logits.sub_(sums).exp_()
                 slopes.scatter_add_(1, places, torch.full_like(sums, -1))
                 slopes *= has_loss[:, None]
                 if to_bias is not None:

@@ -25,7 +25,8 @@ from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
 _CHUNK_LOG2, _SMALL_CHUNK_LOG2, _SMALL = 15, 14, 1 << 24  # the last: the most numbers of a small weight
-_NOTE = "_netweight"  # the attribute of a payload that holds its version and what is known of that
+# The attribute of a payload with its version and what is known about this version.
+_NOTE = "_netweight"
 _LOOK_EVERY = 16  # decodings between two looks at the status
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
@@ -157,7 +158,8 @@ def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int 
 # ---- the status of a device ------------------------------------------------------------------------------------------
 
 
-Event = Any  # of torch.cuda: its `query` says whether the device has come to it
+# An event of torch.cuda; its `query` returns whether the device has reached it.
+Event = Any
 
 
 @final
@@ -168,7 +170,8 @@ class Status:
     # can count.
 
     def __init__(self, device: torch.device, mark: Callable[[], Event]) -> None:
-        with torch.inference_mode(False):  # they are written in other modes, too
+        # These tensors are also written outside of inference mode.
+        with torch.inference_mode(False):
             self._words = torch.zeros(2, dtype=torch.int32, device=device)
             self._seen = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
             self._first = torch.zeros(1, dtype=torch.int64, device=device)
@@ -248,7 +251,8 @@ class Answer:
             polls = 0
             while self._memory == _UNKNOWN[: len(self._memory)] and polls < _POLLS:
                 polls += 1
-            if polls == _POLLS:  # a failed device says so here, and these bits may be the number's own
+            # A failed device raises its error here, and these bits may be those of a number.
+            if polls == _POLLS:
                 self._stream.synchronize()
         return float(self._number)
 
@@ -267,7 +271,8 @@ class Decoder:
     """Decodes the payloads of one device."""
 
     def __init__(self, status: Status) -> None:
-        self.status = status  # decodings of bytes that are known to be sound add to it
+        # Decodings of bytes that are known to be intact add to this status.
+        self.status = status
 
     def weight(self, payload: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Decode a payload on the device's current stream."""

@@ -102,7 +102,8 @@ def dense_shard(value: Any) -> Any:
 def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tuple[torch.Tensor], _Sent]:
     """Return what this process sends: its shard's payload in a buffer of the common size."""
     stored.own()
-    wire = stored.wire = stored.wire or _Wire()  # a shard that was loaded has none
+    # A shard that was loaded does not have a wire yet.
+    wire = stored.wire = stored.wire or _Wire()
     group = mesh.get_group()
     sent = _as_sent(stored, wire)
     if wire.capacity is None:
@@ -221,7 +222,8 @@ def _decode_together(
         part if len(part) == padded else part.new_empty((padded, *part.shape[1:]))
         for part, padded in zip(parts, held, strict=True)
     ]
-    there = [i for i, part in enumerate(parts) if len(part)]  # padding alone may be all that a process holds
+    # A process may have nothing but padding.
+    there = [i for i, part in enumerate(parts) if len(part)]
     payloads = [pieces[i, _FRONT:] for i in there]
     device.decoder_of(dense.device).together(payloads, [cuts[i] for i in there], [outs[i] for i in there])
     for part, out in zip(parts, outs, strict=True):
@@ -232,7 +234,8 @@ def _decode_together(
 def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
     """Make ready for the next gather, in every process alike."""
     wire, outputs = sent.wire, gathered._base
-    if outputs is not None:  # torch's own buffer; without it, in inference mode, the capacity stays as it is
+    # This is torch's buffer. Without it, in inference mode, the capacity does not change.
+    if outputs is not None:
         capacity = _capacity_for(longest)
         if sent.dtype != dtype:
             wire.dtype = dtype

@@ -219,7 +219,8 @@ class _Constant(Function):
         )
 
 
-_ANCHOR = torch.zeros((), requires_grad=True)  # lets autograd record `_Constant`, whose weight is a constant to it
+# With this tensor as an input, autograd records `_Constant`, for which the weight is a constant.
+_ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class _Keep(Function):
@@ -247,7 +248,8 @@ class _Linear(Function):
         ctx: Any, x: Any, weight: Any, payload: Any, bias: Any, form: Form, compute: torch.dtype, rest: Any
     ) -> torch.Tensor:
         (turned, keeper), (shape, dtype, fixed) = rest, form
-        if ctx is not None:  # what the needed gradients ask for, and nothing else, unless `_Keep` has it
+        # Only what the needed gradients require is saved, unless `_Keep` has it.
+        if ctx is not None:
             needs_x, needs_weight = ctx.needs_input_grad[:2]
             if not keeper:
                 ctx.save_for_backward(x if needs_weight else None, payload if needs_x else None)
@@ -255,7 +257,8 @@ class _Linear(Function):
         if turned:
             return _on_dense(payload, form, compute, lambda dense: torch.addmm(bias, x, dense))  # type: ignore[no-any-return]
         decodes = _is_going_back(payload) and x.numel() > MOST_INPUTS * shape[1]
-        if fixed and compute == dtype and not decodes:  # nothing is decoded where a kernel can multiply with it
+        # If a kernel can multiply with the compressed weight, nothing is decoded.
+        if fixed and compute == dtype and not decodes:
             return _owned(_direct(linear_fixed, _linear_fixed, x, payload, shape, bias))
         return _owned(_on_dense(payload, form, compute, lambda dense: F.linear(x, dense, bias)))
 
@@ -317,7 +320,8 @@ class _Embedding(Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         to_weight = None
-        if ctx.collector is not None and ctx.collector.embeddings == 1:  # of several, the order of adding matters
+        # With several embeddings, the order of the additions would change the result.
+        if ctx.collector is not None and ctx.collector.embeddings == 1:
             to_weight = placeholder(ctx.weight, _rows_part(gradient, ids, *ctx.rest), ctx.collector)
         if to_weight is None:
             to_weight = torch.ops.aten.embedding_dense_backward(gradient, ids, *ctx.rest)
@@ -470,7 +474,8 @@ def _runs(rows: list[int], near: int) -> list[tuple[int, int]]:
 
 # ---- products of few rows, by tiles that are used while they are in the cache ----------------------------------------
 
-_LARGE = 1 << 18  # bytes of a payload from which it is worth its while
+# Below this number of bytes, starting another thread takes longer than it saves.
+_LARGE = 1 << 18
 
 
 def _product_by_tiles(

@@ -68,7 +68,8 @@ def placeholder(weight: torch.Tensor, part: Part, collector: Collector | None) -
     try:
         if not torch._C._will_engine_execute_node(node):
             return None
-    except RuntimeError:  # torch.autograd.grad asks for this very gradient
+    except RuntimeError:
+        # torch.autograd.grad requires this gradient.
         return None
     collector.add(part)
     nothing = torch.empty(1, 0, dtype=torch.int64), torch.empty(0, *weight.shape[1:], dtype=weight.dtype)

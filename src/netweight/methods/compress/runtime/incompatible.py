@@ -55,7 +55,8 @@ def refuse_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
             shards.append(name)
     if rounded:
         raise _not_trained(rounded)
-    if shards:  # FSDP reduces and cuts their gradients after the backward pass of a whole group of layers
+    # FSDP reduces and shards gradients after the backward pass of a whole group of layers.
+    if shards:
         raise LayerwiseConflict(
             f"{shards[0]} is sharded, and its gradient is reduced by FSDP, not in a hook.",
             cure="Use an ordinary torch optimizer: each process steps its own shards.",
@@ -99,7 +100,8 @@ def refuse_reentrant_graph(output: Any) -> None:
     """Refuse a model whose forward pass used reentrant checkpointing, or runs within it, before it goes backward."""
     recomputes = torch._C._current_graph_task_id() != -1
     if recomputes and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-        raise reentrant()  # a forward pass within a backward pass, and not for another kind of checkpoint
+        # This is a forward pass within a backward pass, and not one of a non-reentrant checkpoint.
+        raise reentrant()
     waiting = [t.grad_fn for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.grad_fn is not None]
     nodes: set[Any] = set()
     while waiting:

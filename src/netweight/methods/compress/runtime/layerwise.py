@@ -146,7 +146,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         if not names:
             raise UsageError("No parameter of the model requires a gradient.", cure="Call requires_grad_() on some.")
         self.steps = 0  # updates of the whole model
-        self.grad_norm: torch.Tensor | None = None  # norm of all gradients at the last update, if it was measured
+        # The norm of all gradients at the last update, if it was measured.
+        self.grad_norm: torch.Tensor | None = None
         self._accumulation, self._clip, self._reduce = accumulation_steps, clip_norm, reduce
         self._last_pass, self._states = last_pass, states
         self._stochastic, self._seed = stochastic_rounding, seed
@@ -679,7 +680,8 @@ def _are_zero(state: dict[str, Any], numbers: int) -> bool:
 
 def _as_used(state: Any, on: torch.device) -> Any:
     """A state as the optimizer wants it, dense and where its weight is."""
-    if isinstance(state, torch.Tensor) and state.dim():  # counts of steps stay where the optimizer put them
+    # Counts of steps stay on the device on which the optimizer put them.
+    if isinstance(state, torch.Tensor) and state.dim():
         return (state.dense() if isinstance(state, CompressedTensor) else state).to(on)
     return state
 
@@ -725,4 +727,5 @@ def _rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _finiteness(values: torch.Tensor) -> Callable[[], bool]:
     """Return whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
     total = device.Answer(values.sum())
-    return lambda: math.isfinite(total()) or bool(torch.isfinite(values).all())  # finite numbers may add up to infinity
+    # Finite numbers may add up to infinity, so only an infinite total needs a closer check.
+    return lambda: math.isfinite(total()) or bool(torch.isfinite(values).all())

@@ -27,7 +27,8 @@ from netweight.store.choices import Level
 
 Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
-_ROW_CHUNKS = 14  # an embedding reads few rows: small chunks, of 16,384 numbers
+# An embedding reads few rows at a time, so its chunks are small: 16,384 numbers.
+_ROW_CHUNKS = 14
 _TOGETHER = 256 << 20  # bytes of payloads that share a segment of a GPU's memory
 # Addresses are multiples of so many bytes, as in torch.
 _ALIGNMENT = 512
@@ -138,7 +139,8 @@ def compress_(
     bound = 0.0
     on_gpus: dict[torch.device, list[torch.Tensor]] = {}
     while weights:
-        places = weights.pop(0)  # let go of it, so that its dense memory is freed at once
+        # The reference is removed, so that the dense memory is freed at once.
+        places = weights.pop(0)
         dense, chunks, its_names = places[0].parameter, _row_chunks(places), [at.name for at in places]
         try:
             stored = CompressedStorage.of(
@@ -243,7 +245,8 @@ def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
         return
     held = _held_by_optimizers(names)
     if held:
-        gc.collect()  # an optimizer that nobody has any more is none
+        # An optimizer without references does not count.
+        gc.collect()
         held = _held_by_optimizers(names)
     for kind, stepped in held.items():
         raise UsageError(f"An optimizer ({kind}) steps {_few(stepped)}. Nothing was changed.", cure=cure)
@@ -506,7 +509,8 @@ def _quantized_by(at: _Place) -> str | None:
     """By what a weight was quantized: codes mean nothing without the scales beside them, which change with them."""
     kind: type = type(at.parameter)
     if kind is not nn.Parameter and kind is not CompressedTensor and kind.__module__.partition(".")[0] != "torch":
-        return kind.__name__  # of bitsandbytes, torchao and others, whose layers are subclasses of torch's
+        # The quantized layers of bitsandbytes, torchao and others are subclasses of torch's layers.
+        return kind.__name__
     names = (*at.module._parameters, *at.module._buffers)
     if at.parameter.dtype.itemsize == 1 and any("scale" in name.lower() or name == "SCB" for name in names):
         return type(at.module).__name__

@@ -44,7 +44,8 @@ class ModelSource:
             start: The first byte.
             stop: After the last one.
         """
-        held, numbers = self._contiguous  # one that is not contiguous is copied once, not for each part
+        # A tensor that is not contiguous is copied once, and not once for each part.
+        held, numbers = self._contiguous
         if held != name:
             numbers = self._tensors[name].detach().reshape(-1)
             self._contiguous = name, numbers

@@ -37,8 +37,10 @@ from netweight.methods.compress.runtime.cuda import Decoder, Event
 from netweight.methods.compress.runtime.storage import blob_of, decode_payload, is_unchecked
 
 open_blocks: list[Prefetcher] = []  # the innermost last
-_AFTER = "_netweight_after_"  # and a direction: the attribute of a payload that says what came after it
-_AHEAD = 2  # weights: with one, the wait for a large weight after a small one is not hidden
+# Followed by a direction, this is the attribute of a payload that names the next one.
+_AFTER = "_netweight_after_"
+# With only one weight ahead, a large weight after a small one would be waited for.
+_AHEAD = 2
 
 
 @contextmanager
@@ -215,12 +217,14 @@ class SideStream:
     """Lends the weights of one device and decodes those that will probably be asked for next."""
 
     def __init__(self, streams: Any) -> None:  # `Streams`; tests simulate them, in any order
-        self.hits = 0  # weights that were ready, or on their way, when asked for
+        # Weights that were ready, or being decoded, when they were needed.
+        self.hits = 0
         self._streams = streams
         self._order = AccessOrder()
         self._buffers = (_Buffer(), _Buffer())
         self._pending: _OnSideStream | None = None
-        self._written = WeakIdKeyDictionary()  # payload -> version whose writing the side stream has waited for
+        # Payload → the version whose writing the side stream has waited for.
+        self._written = WeakIdKeyDictionary()
         self._open = True
         self._lock = threading.Lock()
         device.add_reader(self)
@@ -274,7 +278,8 @@ class SideStream:
 
     def _drop(self) -> None:
         assert self._pending is not None
-        self._streams.wait(self._pending.ready)  # its payload may be written or freed from now on
+        # From here on, its payload may be written or freed.
+        self._streams.wait(self._pending.ready)
         self._pending.buffer.in_use = False
         self._pending = None
 

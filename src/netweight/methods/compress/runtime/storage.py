@@ -33,8 +33,10 @@ from netweight.store.choices import Level
 
 Result = TypeVar("Result")
 
-_MANY = 1 << 20  # bytes of a weight from which several threads are worth their start
-_SMALL, _MOST_SMALL = 1 << 14, 256  # bytes of a small weight; of these so many stay decoded, 4 MB at most
+# From this size on, decoding with several threads is faster in spite of their start.
+_MANY = 1 << 20
+# The size of a small weight in bytes, and how many of these stay decoded: 4 MB at most.
+_SMALL, _MOST_SMALL = 1 << 14, 256
 _small: deque[weakref.ref[CompressedStorage]] = deque()
 
 
@@ -384,7 +386,8 @@ def decode_payload(payload: torch.Tensor, shape: Any, dtype: torch.dtype, fixed:
 
 def decode_here(payload: torch.Tensor, shape: Any, dtype: torch.dtype) -> torch.Tensor:
     """The same of a payload on the CPU."""
-    if payload.numel() < _MANY:  # the pool is for large weights, whose fresh pages would cost more than decoding
+    # The pool is for large weights, for which new memory pages would cost more time than decoding.
+    if payload.numel() < _MANY:
         dense = fill(torch.empty(shape, dtype=dtype), payload)
     else:
         dense = fill(codec.pooled(math.prod(shape), dtype).view(shape), payload, threads=torch.get_num_threads())
@@ -426,8 +429,10 @@ def damaged(what: str, error: CorruptBlob) -> CorruptBlob:
 
 # ---- payloads that lie in a mapped file ------------------------------------------------------------------------------
 
-_CHECKED = "_netweight_checked"  # attribute of such a payload: whether all of it was compared with its checks
-_NAME = "_netweight_name"  # attribute of such a payload: the name of its tensor in the file
+# The attribute of such a payload that states whether all of it was compared with its checks.
+_CHECKED = "_netweight_checked"
+# The attribute of such a payload with the name of its tensor in the file.
+_NAME = "_netweight_name"
 
 
 def in_file(blob: torch.Tensor, name: str) -> torch.Tensor:
@@ -516,10 +521,12 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
     leaves = device.handles(payload) and to.type == "cpu"
     if lies_in_file(payload):
         payload = owned(payload)
-    with torch.inference_mode(False):  # torch counts no writes of a copy made in inference mode
+    # torch does not count writes of a copy that was made in inference mode.
+    with torch.inference_mode(False):
         copy = payload.to(to, non_blocking=non_blocking and to.type != "cpu", copy=True)
     if type(payload) is not torch.Tensor:
-        return copy  # a compiler's or tracer's, without bytes
+        # A compiler's or tracer's tensor does not contain bytes.
+        return copy
     if leaves:
         _with_digest(copy)
     if device.handles(payload) or device.handles(copy):

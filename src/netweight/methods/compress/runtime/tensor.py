@@ -79,7 +79,8 @@ class CompressedTensor(torch.Tensor):
         *,
         requires_grad: bool = False,
     ) -> CompressedTensor:
-        if isinstance(stored, torch.Tensor):  # accelerate's `type(parameter)(tensor)` wants a parameter
+        # accelerate calls `type(parameter)(tensor)`, which must return a parameter.
+        if isinstance(stored, torch.Tensor):
             return torch.nn.Parameter(stored, requires_grad=requires_grad)  # type: ignore[return-value]
         like = _meta(stored) if stand_in is None else stand_in
         tensor: CompressedTensor = torch.Tensor._make_wrapper_subclass(
@@ -240,7 +241,8 @@ class CompressedTensor(torch.Tensor):
 
 
 def _whole(stored: CompressedStorage) -> torch.Tensor:
-    if _traced() is not None:  # torch.jit.trace cannot record our operators: weights are constants
+    # torch.jit.trace cannot record these operators, so the weights are constants.
+    if _traced() is not None:
         weight = stored.dense()
     else:
         functional.make_room(stored.payload, math.prod(stored.shape) * stored.dtype.itemsize)
@@ -338,7 +340,8 @@ def _copy_whole(tensor: CompressedTensor, source: torch.Tensor) -> CompressedTen
 
 def _decoded(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on decoded weights, and encode those that it wrote."""
-    wholes: dict[int, torch.Tensor] = {}  # by storage: two views of one weight must see each other's writes
+    # The decoded weights by storage: two views of one weight must see each other's writes.
+    wholes: dict[int, torch.Tensor] = {}
     parts: dict[int, torch.Tensor] = {}
     written = [value for value in _written(func, args, kwargs) if isinstance(value, CompressedTensor)]
 
@@ -413,7 +416,8 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _share_memory(tensor: CompressedTensor) -> CompressedTensor:
-    tensor.stored.transcode(fixed=False)  # a pickle, by which processes share it, holds that form only
+    # A pickle, by which processes share weights, contains only this form.
+    tensor.stored.transcode(fixed=False)
     tensor.stored.own()
     tensor.payload.share_memory_()  # type: ignore[no-untyped-call]
     # Writes of other processes are not noticed here, so that no decoded values may be kept.

@@ -23,10 +23,13 @@ from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.store.choices import Level
 
 States = Literal["dense", "compressed", "offloaded"]
-STATE_LEVEL: Level = "fast"  # states are written in every step: half a percent is not worth its time
+# States are written in every step, so half a percent of size is not worth the time.
+STATE_LEVEL: Level = "fast"
 _NUMBERS = 1 << 20  # numbers in a tile, a power of 2
-_SPARSE_CHUNK_LOG2 = 12  # of the numbers in a chunk of states of a weight of which a batch gives few rows a gradient
-_CHUNK_LOG2 = 18  # binary logarithm of the numbers in the codec's largest chunk of floats, unless chosen otherwise
+# The binary logarithm of the numbers in a chunk of states, for a weight of which a batch changes only few rows.
+_SPARSE_CHUNK_LOG2 = 12
+# The binary logarithm of the numbers in the codec's largest chunk of floats, unless another size is chosen.
+_CHUNK_LOG2 = 18
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in (
@@ -125,7 +128,8 @@ class _CompressedTiles:
 
     def __init__(self, tensor: CompressedTensor) -> None:
         self._tensor, self._payload = tensor, tensor.payload
-        decoded = recent(self._payload.device).take(self._payload)  # a backward pass may have just decoded it
+        # A backward pass may have decoded this weight just before.
+        decoded = recent(self._payload.device).take(self._payload)
         self._decoded = None if decoded is None else decoded.view(-1)
         self._blob = tensor.stored.begin_tiles(threads=torch.get_num_threads())
 
