@@ -250,7 +250,8 @@ def noise_multiplier_for_all(
     if not distinct:
         raise UsageError("There is no client to protect.", cure="Give each client's number of examples.")
     noise = noise_multiplier(epsilon, delta, n=distinct[0], batch_size=batch_size, epochs=epochs)
-    for n in distinct[1:]:  # a smaller client may need less, since an epoch has whole steps: all are tried
+    # A smaller client may need less noise, since an epoch has whole steps. So all sizes are tried.
+    for n in distinct[1:]:
         if epsilon_spent(noise, delta, n=n, batch_size=batch_size, epochs=epochs) > epsilon:
             noise = max(noise, noise_multiplier(epsilon, delta, n=n, batch_size=batch_size, epochs=epochs))
     return noise

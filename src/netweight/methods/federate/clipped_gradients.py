@@ -193,7 +193,8 @@ def by_any_means(step: PrivateStep) -> ClippedGradients:
             _LOG.info("%s cannot compute gradients of single examples of this model: %s", ways[0].__name__, error)
             ways.pop(0)
     state.random = own.random
-    if state.buffers:  # such as the vectors of spectral normalization, which go on with every step
+    # These are, for example, the vectors of spectral normalization, which change with every step.
+    if state.buffers:
         counted = step.mask.nonzero()[:1, 0]
         with torch.no_grad():
             step.model.loss(step.body, step.head, step.batch[0][counted], step.batch[1][counted], state)

@@ -47,7 +47,8 @@ def run(settings: FolderFederation, context: Context, source: str, destination: 
     task = plan.task()
     method = plan.make_method(task)
     if not (destination / CHECKPOINT).exists():
-        plan.save(destination)  # so that a run that is stopped can be audited; settings that do not fit replace none
+        # A run that is stopped can then be audited, and settings that do not fit replace no earlier plan.
+        plan.save(destination)
     done = train(
         task, method, plan, folder=destination, workers=settings.workers, device=settings.device,
         progress=context.progress,

@@ -220,7 +220,8 @@ class _InThisProcess:
         """Let the clients whose updates were taken keep what they have learned."""
         sound = set(done.clients) - set(done.refusals)
         self._private.update({one.update.client: one.private for one in self._results if one.update.client in sound})
-        self._results = []  # their factors lie in memory that the next round takes again
+        # The factors are in memory that the next round uses again.
+        self._results = []
 
     def before_retry(self) -> None:
         """Wait for nothing: all clients are here."""

@@ -219,7 +219,8 @@ def exposure(
         try:
             if not observation.images.is_floating_point():
                 texts.append(_read(run, recovered.first, observation))
-            if not observation.gradient.any():  # a client that is certain sends nothing, and the attacker can but guess
+            # A client whose gradient is zero sends no change, so the attacker can only guess.
+            if not observation.gradient.any():
                 candidates, too_large = [Candidates("guess", _another(run, observation, seed), 0.0)], list[str]()
             else:
                 evidence = evidence_of(run, recovered, observation, threat, (low, high))
@@ -297,7 +298,8 @@ def _guesses(run: Run, observation: Observation, threat: ThreatModel) -> tuple[R
         gradients["singular vector"] = singular_gradient(change)
         if threat.knows_embeddings:
             gradients["matched filter"] = separate_clients(change, observation.codes)[0]
-        if threat.server == "thresholds":  # one of these is the client's; the attacker sees which are single ones
+        # One of these gradients is the client's. The attacker recognizes those of single clients.
+        if threat.server == "thresholds":
             candidates = read_thresholds(change)
             gradients["thresholds"] = max(candidates, key=lambda one: cosine(one, observation.gradient))
     return read, gradients

@@ -23,12 +23,16 @@ from netweight.methods.federate.settings import Lie
 from netweight.methods.federate.task import ClientData, Task
 from netweight.methods.federate.updates import Tensors, Update, dense_tensors
 
-BOOST = 10.0  # how many times its honest change a client sends that boosts it
-TARGET = 0  # the class that a backdoor's trigger is to be taken for
+# The factor by which a client that boosts multiplies its honest change.
+BOOST = 10.0
+# The class for which a backdoor's trigger is to be taken.
+TARGET = 0
 SYBILS_FROM = 4  # the round in which late Sybils begin to lie
 _TRIGGER = 4  # pixels of its side
-_PARTS = 4  # parts of its own data from which a liar estimates how honest changes differ
-_LIKENESS = 0.3  # least cosine that a knowing liar keeps with its honest change
+# The number of parts of its own data from which a malicious client estimates the variation of honest changes.
+_PARTS = 4
+# The smallest cosine that a malicious client with knowledge of the rule keeps to its honest change.
+_LIKENESS = 0.3
 
 
 @final

@@ -80,7 +80,8 @@ def _train_streams(
     lr: float, training: LocalTraining,
 ) -> _Trained:  # fmt: skip
     """Train clients by one stream of batches each."""
-    if model.device.type == "cpu" and len(clients) > 1:  # one client at a time stays in the processor's cache
+    # The data of a single client stay in the processor's cache.
+    if model.device.type == "cpu" and len(clients) > 1:
         singles = [
             _train_streams(model, [client], [stream], trains, lr, training)
             for client, stream in zip(clients, streams, strict=True)

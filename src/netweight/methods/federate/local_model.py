@@ -63,7 +63,8 @@ class LocalModel:
         self.body = copy.deepcopy(task.body).to(self.device)
         self.head = copy.deepcopy(task.head).to(self.device)
         self._body, self._head = task.body_layout, task.head_layout
-        self.memory = ReusedMemory()  # for tensors of a round that are too large for the allocator to keep
+        # This memory is for tensors of a round that are too large for the allocator to keep.
+        self.memory = ReusedMemory()
         self._body_constants, self._head_constants = _constants(self.body), _constants(self.head)
         self._first = LayerState({name: value.to(self.device) for name, value in task.initial_statistics().items()})
 
@@ -108,7 +109,8 @@ class LocalModel:
         tensors = {**weights, **buffers}
         with self.drawing(state):
             outputs = _run(module, tensors, inputs)
-        for name, before in buffers.items():  # what a layer assigns anew, such as a moving average, is kept, too
+        # Buffers that a layer assigns anew, such as a moving average, are kept as well.
+        for name, before in buffers.items():
             if tensors[name] is not before:
                 state.buffers[f"{half}.{name}"] = tensors[name].detach()
         return outputs

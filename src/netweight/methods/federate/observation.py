@@ -74,7 +74,8 @@ def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int 
     trap = _imprint(run, threat, state, seed) if threat.server == "imprint" else None
     if threat.server == "thresholds":
         state = threshold_trunk(state, seed=seed)
-    if trap:  # a head that is generated after the body is left as it was
+    # A head that is generated after the body does not change.
+    if trap:
         state = {name: torch.cat([value, state[name][len(value) :]]) for name, value in trap.state.items()}
     states = _fishing(run, state) if threat.server == "fishing" else [state]
     observations = [
@@ -139,7 +140,8 @@ def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
     def share(one: Observation) -> float:
         try:
             gradient = run.task.body_layout.split(read_update(run, one.message, one.answer()).first)
-        except UsageError:  # nothing came back: the client has no image of this class
+        except UsageError:
+            # The client does not have an image of this class, so its update contains nothing.
             return 0.0
         values = torch.linalg.svdvals(gradient[f"{linear}.weight"]).square()
         return float(values[0] / values.sum().clamp_min(1e-30))

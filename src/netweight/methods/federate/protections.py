@@ -27,7 +27,8 @@ from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update, dense_tensors
 
 _LOG = logging.getLogger(__name__)
-_MEMORY = "refusal."  # prefix of what a client that may refuse keeps of the last round
+# The prefix of the tensors of the last round that a client with the option to refuse keeps.
+_MEMORY = "refusal."
 
 
 @final
@@ -143,7 +144,8 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
     for name, change in changes.items():
         drawn = torch.randn(change.shape, generator=generator, dtype=change.dtype)
         sent[name] = received[name] + factor * change + noise.clip * noise.multiplier * drawn
-    return replace(update, n=1, tensors=sent)  # the number of examples would stand beside the noise
+    # The number of examples would be sent without noise.
+    return replace(update, n=1, tensors=sent)
 
 
 def _remembering(one: LocalResult, client: Client, round: int, seed: int) -> LocalResult:

@@ -199,7 +199,8 @@ def apply(source: Path, destination: Path, settings: FolderFederation, progress:
 
 
 def _plan(source: Path, settings: FolderFederation) -> FederationPlan:
-    return settings.plan(str(source.resolve() if source.exists() else source))  # a folder before a data set's name
+    # A folder takes precedence over a data set of the same name.
+    return settings.plan(str(source.resolve() if source.exists() else source))
 
 
 def examine(

@@ -243,7 +243,8 @@ class Rounds:
             joined, suspects = screen(
                 trial.messages, self.state, sound, self.settings, round=trial.round, registered=registered
             )
-        if summed:  # who is in many odd sums, though the groups change, is the one
+        # The groups change, so a client that is in many suspicious sums is the suspicious one.
+        if summed:
             odd = [update for update in sound if update.client in suspects]
             suspects = {
                 part.client: f"is in a suspicious sum ({suspects[update.client]})"

@@ -63,7 +63,8 @@ def screen(
     if alike and len(updates) > 2:
         for client, why in _odd_directions(state, bounded).items():
             suspects[client].append(why)
-    if aggregator.noise_multiplier:  # one client moves the mean by at most its share of the bound
+    # One client changes the mean by at most its share of the bound.
+    if aggregator.noise_multiplier:
         deviation = aggregator.noise_multiplier * longest / sum(one.n for one in bounded)
         bounded = [_noisy(state, bounded, deviation, seeds.derive(settings.seed, "server noise", round))]
     if aggregator.leaves_out_suspects:
@@ -149,7 +150,8 @@ def _odd_directions(state: Tensors, updates: Sequence[Update]) -> dict[int, str]
     sizes = {name: min(state[name].numel(), OF_ALL // len(updates)) for name in floating}
     views = {f"in {largest!r}": (grams[largest], sizes[largest]), "as a whole": (total, sum(sizes.values()))}
     for where, (gram, size) in views.items():
-        while len(left) > 2:  # the worst first: beside it others seem to go astray
+        # The worst client is removed first, because it makes others look suspicious.
+        while len(left) > 2:
             cosines = _agreement(gram[left][:, left])
             worst = min(range(len(left)), key=cosines.__getitem__)
             # Beside much noise, as of differential privacy, most agree no better than by chance: nobody stands out.

@@ -66,7 +66,8 @@ class ThreatModel:
 
 def shortened(method: Method, threat: ThreatModel) -> Method:
     """Return the method with the threat model's batch size and steps, and without training of the head alone."""
-    if isinstance(method, HardenedMethod):  # the attacker may ask for fewer steps than the client agrees to
+    # The attacker may request fewer steps than the client agrees to.
+    if isinstance(method, HardenedMethod):
         return dataclasses.replace(method, method=shortened(method.method, threat))
     per_epoch = -(-threat.client_examples // threat.batch_size)
     epochs, rest = divmod(threat.local_steps, per_epoch)

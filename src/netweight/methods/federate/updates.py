@@ -100,7 +100,8 @@ def _matching(names: Sequence[str], shared: Sequence[str]) -> list[str]:
     for pattern in shared:
         try:
             matches += Select(pattern).keys(names)
-        except UsageError:  # a pattern that matches none of these names allows none of them
+        except UsageError:
+            # A pattern that does not match any of these names does not allow any of them.
             continue
     return matches
 
