@@ -91,7 +91,8 @@ class Ledger(AbstractContextManager["Ledger"]):
             while view:
                 view = view[os.write(self._file, view) :]
             os.fsync(self._file)
-        except OSError:  # a full disk: half a line must not stand before the next one
+        except OSError:
+            # The disk is full. An incomplete line must not remain before the next one.
             os.ftruncate(self._file, size)
             raise
         self.records[record["digest"]] = dict(record)
@@ -550,7 +551,8 @@ class Job:
             return
         about = read_record(mark, dict, version=_VERSION, of="a publication")
         target = self.folder / about["target"]
-        if not tree.is_dir() or tree.stat().st_ino != about["tree"]:  # it is in its place; what is left is old
+        # The tree was already put in its place; what remains is old.
+        if not tree.is_dir() or tree.stat().st_ino != about["tree"]:
             self._clear()
             return
         if aside.exists() and not target.exists():
@@ -580,7 +582,8 @@ class Job:
             (self.folder / _LOCK).unlink(missing_ok=True)
 
     def _leave(self) -> None:
-        with suppress(OSError):  # it is not empty, or another run has come
+        # The folder is not empty, or another run has created it.
+        with suppress(OSError):
             if self._owned:
                 self.folder.rmdir()
 
