@@ -227,7 +227,8 @@ def _threshold(text: str) -> Threshold:
     try:
         value = float(text)
     except ValueError:
-        value = None  # so it names a file
+        # The text is not a number, so it names a file.
+        value = None
     if value is not None:
         if not math.isfinite(value):
             raise UsageError(f"--threshold {text} is not a finite number.", cure="Give a similarity, such as 0.5.")

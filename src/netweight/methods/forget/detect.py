@@ -347,7 +347,8 @@ def windows_for(height: int, width: int) -> Windows:
         raise UsageError(f"Structural similarity needs at least 3 pixels; these latents are {height} x {width}.")
     if side >= 44:
         return Windows(11, (0.33, 0.33, 0.33))
-    if side >= 24:  # so that some contrast lies within the image
+    # The image must be large enough to have some contrast within the window.
+    if side >= 24:
         return Windows(11, (0.5, 0.5))
     if side >= 14:
         return Windows(7, (0.5, 0.5))
@@ -378,7 +379,8 @@ def similarity(
     last reflects its edges, as torchmetrics does, which the paper's code uses.
     """
     windows = windows or windows_for(*first.shape[-2:])
-    if first.device.type != "mps":  # which has no doubles; where nothing varies, float32 would lose four digits
+    # MPS does not have float64. Where nothing varies, float32 would lose four digits.
+    if first.device.type != "mps":
         first, second = first.double(), second.double()
     result = torch.ones(len(first), device=first.device, dtype=first.dtype)
     for scale, weight in enumerate(windows.weights):

@@ -199,7 +199,8 @@ def _fresh_tree(job: Job) -> Path:
 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)  # the content alone: a link of the hub's cache becomes a file
+    # Only the content is copied, so a link of the hub's cache becomes a file.
+    shutil.copyfile(source, target)
 
 
 def other_weights_of(folder: Path) -> list[Path]:
@@ -271,7 +272,8 @@ def _holders(tree: Path, sources: Sequence[Path], names: set[str]) -> Iterator[P
             continue
         try:
             held = tensor_places(tree / path)
-        except (Unsupported, CorruptBlob):  # of another program; it is named where it lies beside the weights
+        except (Unsupported, CorruptBlob):
+            # The file is from another program. It is reported where it lies beside the weights.
             continue
         if names & held.keys():
             yield path

@@ -190,7 +190,8 @@ def audit_folder(
     before: Any = models["original"]
     _check_read_apart(before, {"memorized": prompts, "ordinary": ordinary, "other": others})
     _check_edit(model, models["original"].digest())
-    if audit.search.unrelated is None:  # these are of the model's own kind
+    # The ordinary prompts are of the same kind as those of the model.
+    if audit.search.unrelated is None:
         prepared = dataclasses.replace(prepared, unrelated=tuple(ordinary))
     search = prepared.settings
     config = ImagesConfig(prepared.descriptor if audit.search.sscd is not None else None, search.threshold)
@@ -377,7 +378,8 @@ def check(source: Path | None, settings: FolderForgetting) -> None:
     if source is not None:
         check_pipeline(source)
     if settings.edit.needs_prompts or settings.targets is not None or settings.ordinary is not None:
-        _prompts(settings.targets, settings.ordinary, settings.column)  # a file of neurons needs none; audits do
+        # An edit of given neurons does not need these prompts, but the audits do.
+        _prompts(settings.targets, settings.ordinary, settings.column)
 
 
 def card(folder: Path) -> CardEntry | None:

@@ -117,7 +117,8 @@ def generate_before_and_after(
     }  # fmt: skip
     original, edited = made.pop("original"), made.pop("edited")
     warnings: tuple[str, ...] = ()
-    if units:  # other edits have no neurons that random ones could be compared with
+    # Other edits do not have neurons with which random ones could be compared.
+    if units:
         name, random = _random(models["original"], units, seed)
         if random is None:
             warnings = (f"There is no control of random neurons: {name}.",)
@@ -136,7 +137,8 @@ def _random(model: TextToImage, units: Units, seed: int) -> tuple[str, Units | N
     for matched, name in ((True, "random neurons, matched by layer"), (False, "random neurons")):
         try:
             return name, random_units(units, counts, layer_matched=matched, seed=seed)
-        except UsageError as error:  # more than half of a layer cannot be matched by others
+        except UsageError as error:
+            # If more than half of a layer is edited, too few neurons remain for the control.
             reason = error.reason.rstrip(".")
     return reason, None
 

@@ -87,7 +87,8 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
             f"The {type(denoiser).__name__} has no cross-attention: there is no module attn2.to_v in it.",
             cure="Forgetting needs a model that attends to text in such layers, as Stable Diffusion 1 and 2 do.",
         )
-    return dict(sorted(layers.items(), key=lambda item: _stage(item[0])))  # stable: the order within a stage stays
+    # The sort is stable, so the order within a stage does not change.
+    return dict(sorted(layers.items(), key=lambda item: _stage(item[0])))
 
 
 @final

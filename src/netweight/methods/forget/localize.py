@@ -47,7 +47,8 @@ Status = Literal["resolved", "unresolved", "not memorized", "failed"]
 
 # Similarities that differ by less are equal: the same row in another batch differs in its last bits.
 _TOLERANCE = 1e-5
-_FIRST_STAGES = 4  # tried at once; each further batch doubles
+# The number of stages that are tried at once; each further batch is twice as large.
+_FIRST_STAGES = 4
 # Version of the files of results.
 _VERSION = 1
 _COLUMNS = ("Caption", "URL", "Initial Neurons", "Initial SSIM", "Refined Neurons", "Refined SSIM")
@@ -248,7 +249,8 @@ def search(
     )
     initial = _flat(stages[stage])
     (similarities,) = yield from trials.evaluate([blocked_by_layer(initial)])
-    settled = released and not reached  # only then is it the limit, to the last bit
+    # Only in this case is it equal to the limit, to the last bit.
+    settled = released and not reached
     first = max(trials.settled(blocked_by_layer(initial)) if settled else similarities)
     limit = trials.limit = goal if reached else max(goal, first)
     costs.end("initial selection")

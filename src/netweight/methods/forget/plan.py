@@ -102,7 +102,8 @@ def plan_audit(settings: FolderAudit, edited: Path) -> Result:
         others = len(read_prompts(settings.others, column=settings.column))
     controls = planted if search.controls is None else len(image_files(search.controls))
     models = 2 + len(search.also)
-    groups = 3 if any(record.units for record in read_records(edited)) else 2  # random neurons, where neurons are off
+    # If neurons are switched off, images with random neurons switched off are generated as well.
+    groups = 3 if any(record.units for record in read_records(edited)) else 2
     shown: dict[str, Any] = {"guidance": how.guidance, "steps": how.generation_steps}
     stages = [
         Stage("scores", predictions=settings.look_seeds * (ordinary + 2 * prompts + ordinary // 2 + 4)),

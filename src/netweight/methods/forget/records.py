@@ -20,7 +20,8 @@ from netweight.core.names import Units
 from netweight.errors import CorruptBlob
 from netweight.store.reader import open_store
 
-if TYPE_CHECKING:  # commands ask for the records of a folder without torch
+# Commands read the records of a folder without importing torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
 # Folder of the records within the folder of a pipeline.

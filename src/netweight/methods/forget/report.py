@@ -42,7 +42,8 @@ from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
 from netweight.report.text import Conclusion, Criterion, Words, worst
 
-_SAME = 0.5  # similarity to the image before below which a prompt's images count as changed
+# Below this similarity to the image before the edit, a prompt's images count as changed.
+_SAME = 0.5
 
 
 class Alignment(Protocol):
@@ -398,7 +399,8 @@ def check_section(check: EditCheck) -> Section:
     )  # fmt: skip
 
 
-_TWO_SIDED = 0.65  # two-sided AUC up to which scores are said not to tell pictures apart
+# Up to this two-sided AUC, scores are reported not to distinguish pictures.
+_TWO_SIDED = 0.65
 _FEW_CONTROLS = 12
 
 

@@ -163,7 +163,8 @@ def run_searches(
             else:
                 requests.append((number, search, rows))
                 continue
-            ready.extend(islice(waiting, 1))  # the next search starts in this very loop
+            # The next search starts in this iteration of the loop.
+            ready.extend(islice(waiting, 1))
             yield number, result
         replies = predictions.reply([rows for _, _, rows in requests]) if requests else []
         replied()
@@ -256,7 +257,8 @@ class Trials:
         self._released, self.limit = released, limit
         self._known: dict[tuple[Hashable, int], float] = {}
         self._least: dict[tuple[Hashable, int], float] = {}
-        self._seen: dict[tuple[Hashable, int], Tensor] = {}  # noise differences of what was bounded or foreseen last
+        # The noise differences of the rows that were bounded or predicted last.
+        self._seen: dict[tuple[Hashable, int], Tensor] = {}
         self._settled: dict[Hashable, list[float]] = {}
 
     def settled(self, trial: Blocked) -> list[float]:
@@ -319,7 +321,8 @@ def prune(
 
     left = set(range(len(neurons)))
     (now,) = yield from trials.evaluate([without(left)])
-    seed = now.index(max(now))  # the one that is likeliest to forbid a removal
+    # This seed is the most likely one to prevent a removal.
+    seed = now.index(max(now))
     for removal, following in zip_longest(removals, removals[1:], fillvalue=()):
         trial, after = left - set(removal), [left - set(following), left - {*removal, *following}]
         rejected, accepted = ([(without(each), seed)] if following else [] for each in after)

@@ -82,7 +82,8 @@ class ClosedForm(Edit):
             before = self._replace(task, anchors, strength)
             images = described_images(model, prompts, self.images, steps=self.generation_steps)
             alike = (images * descriptions).sum(2).quantile(0.75, 1)
-            left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]  # NaN counts as left
+            # NaN counts as not removed.
+            left = [row for row, value in enumerate(alike.tolist()) if not value <= _BROKEN]
             if not left or max(tried) + 1 == self.rounds:
                 break
             exchange(model.denoiser, before)

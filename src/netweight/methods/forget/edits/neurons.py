@@ -153,7 +153,8 @@ def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localiza
             cure="Localize on this model: netweight forget localize.",
         )
     for record in task.earlier:
-        left = units - record.units  # a factor holds once
+        # A factor is applied to a neuron only once.
+        left = units - record.units
         if units and not left:
             raise UsageError(
                 f"All {len(units)} neurons of {neurons} were edited before.",

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from netweight.methods.forget.edits.training import Questions, Training
     from netweight.nn.text_to_image import Prediction
 
-_TOP = 40  # a question at the noisiest timesteps is drawn from the last one in so many of them
+# A question at the noisiest timesteps is drawn from the last one in this many timesteps.
+_TOP = 40
 _LEAST = 0.02  # weight of the smallest errors
 
 

@@ -37,7 +37,8 @@ _IMAGES = "images to learn from"  # a folder beside it
 _KEEP_EVERY = 50  # steps from one checkpoint to the next,
 # A checkpoint is also written after so many seconds.
 _KEEP_SECONDS = 600
-_HELD_OUT = 10  # one in so many ordinary prompts is not trained on
+# One ordinary prompt in this many is not trained on.
+_HELD_OUT = 10
 _WARM_UP = 40  # steps
 # Orders of the channels and flips of turned copies: none leaves a picture as it is.
 _ORDERS = ((1, 2, 0), (2, 0, 1), (0, 2, 1), (1, 0, 2), (2, 1, 0))
