@@ -12,7 +12,8 @@ from netweight.hf.load_language_model import vocabulary_of
 from netweight.methods.immunize.gradients import TermLog
 
 _RETAINED_TERMS = ("harmless", "retained")  # terms that must not diverge
-_PATIENCE = 5  # so many steps in a row may be far worse than guessing
+# This many steps in succession may be far worse than guessing.
+_PATIENCE = 5
 
 
 @final
@@ -22,7 +23,8 @@ class DivergenceMonitor:
     def __init__(self, model: nn.Module, first: Mapping[str, TermLog] | None = None) -> None:
         self._limit = 2 * math.log(vocabulary_of(model) or math.inf)
         self._first = first  # terms of the first step, if there was one
-        self.bad = 0  # so many steps in a row were far worse than guessing
+        # The number of steps in succession that were far worse than guessing.
+        self.bad = 0
 
     def problem(self, terms: Mapping[str, TermLog]) -> str | None:
         """Return the problem of a step, if it has one."""

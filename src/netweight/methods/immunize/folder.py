@@ -85,7 +85,8 @@ def immunize_folder(
         progress.note(text)
 
     how |= settings.tokenizing(note)
-    check_finite(network)  # it is looked at before it is trained
+    # The model is checked before it is trained.
+    check_finite(network)
     check_outputs(network)
     texts = _texts(settings, note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
@@ -100,11 +101,13 @@ def immunize_folder(
         record = immunize(
             network, pairs, retained, defense=defense, settings=training, folder=job, pad_id=pad, progress=progress
         )
-        if settings.applies_template:  # so that attacks in another format are noticed
+        # The record lets attacks notice another format.
+        if settings.applies_template:
             record = replace(record, settings={**record.settings, "chat": True})
         report = training_report(source, destination, settings, record, command, left_out, analyzed=before is not None)
         if before is not None:
-            changes = weight_changes(load_causal_lm(source)[0], network)  # the model before is opened again
+            # The model before the defense is opened again for the comparison.
+            changes = weight_changes(load_causal_lm(source)[0], network)
             after = analyze_layers(network, pairs, pad_id=pad)
             report.add(depth_section(DepthAnalysis(changes, before, after), seen=True))
         save_weights(network, source, job.tree)

@@ -68,7 +68,8 @@ def add_gradients(
 
     terms: dict[str, TermLog] = {}
     with same_draws_after(parameters), closing(sides()) as all_sides:  # type: ignore[type-var]
-        others = (batch.group.rank,) if batch.group.rank else ()  # other rows are dropped out otherwise
+        # Other rows would be dropped out in another way.
+        others = (batch.group.rank,) if batch.group.rank else ()
         torch.manual_seed(derive(draws[0], "dropout", *draws[1:], *others))
         for side in all_sides:
             terms |= backward(side, parameters, weights, measure=measure, group=batch.group, scale=scale)
@@ -146,7 +147,8 @@ def _values(side: Side, group: ProcessGroup) -> dict[str, float]:
 
 def _norm(value: Tensor, parameters: Sequence[nn.Parameter], group: ProcessGroup, *, keep: bool) -> float:
     """The norm of a scalar's gradient, without room for it; `keep` adds the gradient to `grad` on the way."""
-    if group.size > 1 or any(map(is_sharded, parameters)):  # hooks see gradients before they are averaged, or nothing
+    # Hooks receive gradients before they are averaged, or none at all.
+    if group.size > 1 or any(map(is_sharded, parameters)):
         norm = gradient_norm(value, parameters, group)
         if keep:
             value.backward(retain_graph=True)  # type: ignore[no-untyped-call]
@@ -179,7 +181,9 @@ def gradient_norm(value: Tensor, parameters: Iterable[nn.Parameter], group: Proc
     if any(is_sharded(parameter) for parameter in parameters):
         return _norm_of_shards(value, parameters, group)
     grads = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
-    if group.size > 1:  # one after the other; what one process has no gradient by, another may have
+    # The gradients are averaged one after the other. A parameter without a gradient in one process may have one in
+    # another.
+    if group.size > 1:
         squares = [
             group.mean(torch.zeros_like(parameter) if grad is None else grad).float().square().sum()
             for parameter, grad in zip(parameters, grads, strict=True)

@@ -16,10 +16,12 @@ from netweight.methods.immunize.losses import Targets, answer_loss, lens_losses
 from netweight.methods.immunize.probes import probe_accuracies
 from netweight.nn.hooks import evaluating
 
-KINDS = ("harmful", "harmless")  # the answers of a pair, in the order in which they are shown
+# The answers of a pair, in the order in which they are shown.
+KINDS = ("harmful", "harmless")
 
 
-LEAST_PAIRS = 8  # fewer leave nothing to train and to test a probe on
+# With fewer pairs, a probe cannot be both trained and tested.
+LEAST_PAIRS = 8
 
 
 _MOST_PAIRS = 200

@@ -24,7 +24,8 @@ def published_noise(
 ) -> Tensor:
     """The noise term as the released code has it: biased MMD between masked states and unscaled noise, over layers."""
     counts = group.counts(len(mask)) if group.size > 1 else [len(mask)]
-    if group.size > 1:  # rows of one width; what is added is masked
+    # All rows must have the same width. The added tokens are masked.
+    if group.size > 1:
         added = max(group.counts(mask.shape[1])) - mask.shape[1]
         outputs = [functional.pad(output, (0, 0, 0, added)) for output in outputs]
         mask = functional.pad(mask, (0, added))
@@ -52,7 +53,8 @@ def corrected_noise(
             points = _drawn_everywhere(points, counts, noise_tokens, generator, group)
         else:
             points = random_rows(points, noise_tokens, generator)
-        if len(points) < 2:  # one token says nothing of a distribution
+        # One token does not describe a distribution.
+        if len(points) < 2:
             distances.append(points.float().sum() * 0)
         else:
             distances.append(unbiased_mmd(points, scaled_noise(points, generator)))

@@ -243,7 +243,8 @@ class _Training:
                 continue
             state: dict[str, Tensor] = {}
             for kind in (kind for kind in _MOMENTS if f"{kind}|{name}" in names):
-                like = torch.zeros(()) if kind == "step" else master  # Adam counts its steps on the CPU
+                # Adam stores its count of steps on the CPU.
+                like = torch.zeros(()) if kind == "step" else master
                 state[kind] = sharded_like(self.group.spread(tensors.get(f"{kind}|{name}"), like), like)
             self.optimizer.state.pop(master, None)
             if state:
@@ -302,7 +303,8 @@ class _Training:
             batch = collate_pairs(chosen, pad_id=self.pad_id, aligned=self.defense.aligned)
         else:
             one = blank(collate([self.pairs[rows[0]].harmless], pad_id=self.pad_id))
-            batch = PairBatch(one, one)  # equal sides: the published loss looks at nothing either
+            # Both sides are equal, so the published loss does not look at either.
+            batch = PairBatch(one, one)
         return replace(batch, group=self.group).to(self.device)
 
     def _retained(self, step: int) -> Batch | None:

@@ -58,7 +58,8 @@ class LatentAdversarialDefense(LooksAhead[LatentAdversarial]):
         inside = (prompts.attention_mask.bool() & (prompts.labels == IGNORED))[..., None]
         shape = (*inside.shape[:2], language_model.structure_of(model).hidden_size)
         embedding = [name for name, part in model.named_modules() if part is language_model.embedding_of(model)]
-        places = [*embedding[:1], *steps.blocks_at(model, 9, 17, 25, 31)]  # the authors count from 0
+        # The authors count blocks from 0.
+        places = [*embedding[:1], *steps.blocks_at(model, 9, 17, 25, 31)]
         shifts = {place: torch.zeros(shape, device=inside.device) for place in places}
         for _ in range(settings.search_steps):
             slopes = steps.slopes(

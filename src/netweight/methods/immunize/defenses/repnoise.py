@@ -94,9 +94,11 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     def __init__(self, settings: RepNoise) -> None:
         super().__init__(settings)
-        self.aligned = settings.fidelity == "reference"  # the published loss compares sides position by position
+        # The published loss compares the two sides position by position.
+        self.aligned = settings.fidelity == "reference"
         self.name = "repnoise-reference" if self.aligned else "repnoise"
-        self.usual: dict[str, Tensor] = {}  # norms of states before the defense, where they are bounded
+        # The norms of states before the defense, where they are bounded.
+        self.usual: dict[str, Tensor] = {}
 
     @property
     def options(self) -> dict[str, Any]:
@@ -163,7 +165,8 @@ def harmful_terms(
     states = [output.reshape(*side.labels.shape, -1) for output in outputs.values()]
     if reference:
         mask = batch.harmful.input_ids != batch.harmless.input_ids
-        if group.size > 1:  # a process without rows of its own has one that counts nowhere
+        # A process without rows has one row that does not count.
+        if group.size > 1:
             real = (side.labels != IGNORED).any(1)
             states, mask = [output[real] for output in states], mask[real]
         noise_term = noise.published_noise(states, mask, generator, group)

@@ -53,7 +53,8 @@ class SelfDestruction(DefenseSettings):
 class SelfDestructionDefense(MovesWeights[SelfDestruction]):
     """Trains the harmless side, ascends on the harmful one, and turns its gradient against that of what is kept."""
 
-    ascent = RepNoise(beta=0.0)  # at every depth, through the unembedding
+    # The ascent is at every depth, through the unembedding.
+    ascent = RepNoise(beta=0.0)
 
     name = "self-destruction"
     needs_kept = True

@@ -64,7 +64,8 @@ class TARDefense(WithOriginal[TAR]):
         weights = [value for value in model.parameters() if value.requires_grad]
         drawn = (0.1, 1.0, 2.0)[int(torch.randint(3, (), generator=generator))]
         attack = torch.optim.AdamW(weights, lr=settings.attack_lr * drawn)
-        real = (batch.harmful.labels != IGNORED).any(1)  # a process without rows of its own has one that counts nowhere
+        # A process without rows has one row that does not count.
+        real = (batch.harmful.labels != IGNORED).any(1)
         numbers = real.cumsum(0) + sum(group.counts(int(real.sum()))[: group.rank])
         used, others = (steps.rows_of(batch.harmful, numbers % 2 == odd) for odd in (1, 0))
         with steps.returning(weights):

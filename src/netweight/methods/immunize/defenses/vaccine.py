@@ -73,7 +73,9 @@ class VaccineDefense(LooksAhead[Vaccine]):
             still = {name: rows.labels.new_zeros((*rows.labels.shape, parts.hidden_size)).float() for name in blocks}
             gradients = steps.slopes(model, still, lambda: losses.response_loss(model, rows, group))
             norms = torch.stack([grad.norm() for grad in gradients])
-            if group.size > 1:  # of all rows; their gradients' common factor, see `distributed.py`, is divided out
+            # The norm is over the rows of all processes. The common factor of their gradients (see `distributed.py`) is
+            # divided out.
+            if group.size > 1:
                 norms = group.sum(norms.square()).sqrt()
             return gradients, norms.clamp(min=torch.finfo(torch.float32).tiny)
 
