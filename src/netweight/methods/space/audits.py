@@ -23,8 +23,10 @@ from netweight.report.audit import Audit
 from netweight.report.finding import Finding, Section
 
 LEAST_AUDITED = 5  # fewest points whose distances to models are reported
-EXACT = 1e-4  # largest relative error of an adapter that was written at its own rank: that of fp32
-SPREAD_TARGET = 0.9  # least standard deviation of samples' attributes, as a share of that of the training models
+# The largest relative error of an adapter that was written at its own rank, which is that of fp32.
+EXACT = 1e-4
+# The smallest standard deviation of the samples' attributes, as a share of that of the training models.
+SPREAD_TARGET = 0.9
 
 _RESAMPLES = 500
 # Number of neighbors, as in the paper on precision and recall.

@@ -43,14 +43,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _ANY_RANK = 1 << 30
-_TENSOR = "file:"  # before the name of a tensor of the files, where an adapter has that name and not a parameter's
+# The prefix of a tensor's name in the files, if an adapter uses this name and not that of a parameter.
+_TENSOR = "file:"
 # Compression is another method, which is called by its place.
 _COMPRESS = lazy("netweight.methods.compress.folder:compress_folder")
 _DECOMPRESS = lazy("netweight.methods.compress.folder:decompress_folder")
 MANIFEST = "netweight.json"
 """The file that a compressed folder has."""
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_ABSURD = 1e30  # far below the largest number of bf16 and fp32, far above every weight
+# Far below the largest number of bf16 and fp32, and far above every weight.
+_ABSURD = 1e30
 # Endings of files with weights of a model in another format or data type, and of their indexes.
 _STALE = (*WEIGHTS, ".index.json")
 
@@ -149,7 +151,8 @@ def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -
     weights = {file: None if folder == model else folder.name for folder in folders for file in _weight_files(folder)}
     # Other files of weights beside those that change would still open, as a variant or in another program.
     changing = {model, *(file.parent for file in baking.files)}
-    if folders == [model]:  # a plain model; its modules of sentence-transformers lie in numbered folders
+    # This is a plain model. Its modules of sentence-transformers are in numbered folders.
+    if folders == [model]:
         changing |= {file.parent for file in files if not re.match(r"\d+_", file.relative_to(model).parts[0])}
     stale = [
         file for file in files if file not in weights and file.name.lower().endswith(_STALE) and file.parent in changing
@@ -516,7 +519,8 @@ class _Baking:
                     "(model.resize_token_embeddings, save_pretrained).",
                 )
             if factor == 1 and len(self._changes[self._found(plan, name, name)]) == 1:
-                result.copy_(whole)  # exactly, where nothing else is added
+                # If nothing else is added, the values are copied exactly.
+                result.copy_(whole)
             else:
                 result.add_(whole - current.to(result), alpha=factor)
             return

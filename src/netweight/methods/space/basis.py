@@ -22,8 +22,10 @@ from netweight.methods.space.gram import Bank, inner_products, norms_of, read_bl
 from netweight.nn.lora import Adapter, AdapterStack, LowRank
 from netweight.nn.pca import RowBasis
 
-_DENSE_BYTES = 1 << 28  # of components that may be kept as matrices, and of changes that are summed at a time
-_KEPT_BYTES = 1 << 25  # of a bank that may be kept in memory to make points
+# The most bytes of components that are kept as matrices, and of changes that are summed at a time.
+_DENSE_BYTES = 1 << 28
+# The most bytes of a bank that are kept in memory to make points.
+_KEPT_BYTES = 1 << 25
 _ANY_RANKS = 'Use representation="delta", which takes any ranks.'
 _Place = tuple[torch.dtype, torch.device]
 

@@ -124,9 +124,11 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
         return direction
     others = torch.stack([each.vector / each.length for each in confounders])
     _, sizes, axes = torch.linalg.svd(others, full_matrices=False)
-    axes = axes[sizes > sizes[0] * 1e-10]  # confounders may repeat each other
+    # Confounders may be combinations of each other.
+    axes = axes[sizes > sizes[0] * 1e-10]
     rest = direction.vector - axes.T @ (axes @ direction.vector)
-    rest = rest - axes.T @ (axes @ rest)  # once more, for what rounding left
+    # A second projection removes what rounding left.
+    rest = rest - axes.T @ (axes @ rest)
     if float(rest.norm()) <= _LEAST_REST * direction.length:
         names = ", ".join(repr(each.name) for each in confounders)
         raise UsageError(
@@ -287,7 +289,8 @@ def folds_of(what: str, values: Tensor, binary: bool, folds: int, seed: int) -> 
     generator = torch_generator(seed, "folds", what)
     shuffled = torch.randperm(len(values), generator=generator)
     order = shuffled[values[shuffled].argsort(stable=True)]
-    if not binary:  # neighbors in rank go to different folds, in an order drawn for each group
+    # Neighbors in rank are put into different folds, in an order drawn for each group.
+    if not binary:
         draws = torch.rand(-(-len(order) // folds), folds, generator=generator).argsort(1).flatten()[: len(order)]
         return torch.empty_like(order).scatter_(0, order, draws)
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) % folds)
@@ -369,7 +372,8 @@ def logistic(design: Design, positive: Tensor, weights: Tensor, *, penalty: floa
         if best is None or loss < best[0]:
             best = (loss, strength, state)
         elif loss > 1.2 * best[0]:
-            break  # weaker penalties overfit more still
+            # Weaker penalties overfit even more.
+            break
     assert best is not None
     loss, strength, state = best
     return design.read_out(state[:-1], float(state[-1]), strength, loss)
@@ -391,7 +395,8 @@ def _minimum(rows: Tensor, positive: Tensor, weights: Tensor, penalty: float) ->
     state = torch.cat([coefficients, torch.from_numpy(model.intercept_.copy())])
     whole = torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
     held = torch.full_like(state, penalty)
-    held[-1] = penalty * 1e-12 + 1e-12  # the intercept is free
+    # The intercept is hardly penalized.
+    held[-1] = penalty * 1e-12 + 1e-12
     return state, _left_out(whole, positive.double(), weights, torch.diag(held), state)
 
 

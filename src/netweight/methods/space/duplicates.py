@@ -34,7 +34,8 @@ class Duplicate:
     """The highest rank of each."""
 
 
-_MARGIN = 0.25  # of cosines of sketches below exact ones; some four of their standard deviations for sixty modules
+# Cosines of sketches may be this much below the exact ones: about four standard deviations for sixty modules.
+_MARGIN = 0.25
 # Side length of the sketches.
 _SIDE = 16
 

@@ -37,8 +37,10 @@ Read: TypeAlias = Callable[[Tensor], Tensor]
 # From edited images and originals, `(n, 3, height, width)` each, to one number per pair, shape `(n,)`.
 Compare: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
-EFFECT_TARGET = 0.6  # least effect, as a share of the attribute's range, at no more than `COST_TARGET`
-COST_TARGET = 0.05  # most mean change of the other attributes, as a share of their ranges
+# The smallest effect, as a share of the attribute's range, at a cost of at most `COST_TARGET`.
+EFFECT_TARGET = 0.6
+# The largest mean change of the other attributes, as a share of their ranges.
+COST_TARGET = 0.05
 
 _RESAMPLES = 500
 # Damping of a correction, as a multiple of the mean square of the slopes.

@@ -41,7 +41,8 @@ _EMBEDDING = re.compile(
 )
 _POSITION = re.compile(r"relative_attention_bias$")  # an embedding of distances, not of tokens
 _HEAD = re.compile(r"(^|.*\.)(lm_head|embed_out|output_projection)")
-_LEAST_SHARED = 0.5  # of the matrices of the tuned model, that the base must have under their names
+# The base must have at least this share of the tuned model's matrices under the same names.
+_LEAST_SHARED = 0.5
 
 
 @final

@@ -60,7 +60,9 @@ from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import write_checkpoint
 
 _STATE = "state.safetensors"
-_EXPLAINED = 0.5  # of the variance of adapters that were not fitted; below it, a space does not speak for them
+# If a space explains less than this share of the variance of adapters that it was not fitted to, it does not describe
+# them.
+_EXPLAINED = 0.5
 # How the adapters of a shard are written as rows.
 _RowKind = Literal["sketch", "factors"]
 
@@ -233,7 +235,8 @@ def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512
     count = min(components, len(taken) // 2)
     best = fit_gram(exact.clone(), count, precision=1e-7)
     own = fit_gram(drawn, count, precision=1e-7)
-    vectors = torch.linalg.qr(own.scores).Q  # of the adapters, in which both Gram matrices are written
+    # Both Gram matrices are written in this basis of the adapters.
+    vectors = torch.linalg.qr(own.scores).Q
     share = float((vectors * (exact @ vectors)).sum() / (best.variances.sum() * (len(taken) - 1)))
     return SketchError(len(taken), error, share, count)
 

@@ -22,9 +22,12 @@ from netweight.nn.lora import AdapterStack
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
-_READ, _READ_BYTES = 256, 1 << 25  # adapters that are read at a time at most, and bytes of them where they are large
-_ROWS = 2048  # of the products that are held at a time, n × rank of them
-_BYTES = 1 << 28  # of adapters in a block of the Gram matrix; memory holds two
+# The most adapters that are read at a time, and the most bytes of them if they are large.
+_READ, _READ_BYTES = 256, 1 << 25
+# The most rows of products in memory at a time, each of n × rank numbers.
+_ROWS = 2048
+# The bytes of adapters in a block of the Gram matrix; memory contains two blocks.
+_BYTES = 1 << 28
 
 
 @final

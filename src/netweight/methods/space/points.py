@@ -272,7 +272,8 @@ def distances(points: Tensor, others: Tensor) -> Tensor:
 
 
 _BANDWIDTHS = tuple(0.05 * number for number in range(1, 20))
-_MOST_COMPARED = 2048  # models whose likelihood is computed, so that the choice takes seconds
+# The likelihood is computed on at most this many models, so that the choice takes seconds.
+_MOST_COMPARED = 2048
 
 
 class Sampler(Protocol):

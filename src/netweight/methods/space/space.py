@@ -528,7 +528,8 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
 # Source: weights2weights (arXiv 2406.09413) and the card of its data: row = (V s) · std + mean, where s are the scores,
 # and columns of V are components of rows that were centered and divided by std.
 _SCORES = "proj_*pc.pt"
-_UNIT = 1e-3  # how far from orthonormal components may be
+# The largest error at which components count as orthonormal.
+_UNIT = 1e-3
 
 
 def read_published(folder: Path, *, components: int | None = None, stable_diffusion: bool = False) -> WeightSpace:
@@ -584,12 +585,14 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
             cure="Fetch the file again.",
         )
     variances = scores.double().var(0)
-    total = float(length)  # every number was divided by its deviation
+    # Each number was divided by its standard deviation, so its variance is 1.
+    total = float(length)
     return WeightSpace(
         names=tuple(model_names(len(scores))), fitted=len(scores), scores=scores,
         deviations=variances.sqrt().float(), shapes=dict(rows.shapes),
         basis=Basis(None, RowBasis(mean, std, components_by_variance, variances, total), rows),
-        fingerprints=torch.zeros(len(scores), dtype=torch.float64),  # no adapter is there to be known again
+        # The adapters themselves are not available, so they cannot be recognized.
+        fingerprints=torch.zeros(len(scores), dtype=torch.float64),
         config=FitSettings(components=count, representation="factors"),
         accuracy=Accuracy("published", min(1.0, float(variances.sum()) / total), error),
         bank_digest=digest_config({"published": str(folder)}), origin={"base": layout.base, "kernels": {}},

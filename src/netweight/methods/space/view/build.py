@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _AXES = 4  # components that can be put on the map's axes
-_MOST = 3_700_000  # bytes that a page has room for, before base64
+# The most bytes that a page may contain, before base64.
+_MOST = 3_700_000
 # What the page's engine reads off the weights of a U-Net, or needs not know once times are embedded.
 _FREE = {
     "sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "mid_block_type",
@@ -47,7 +48,8 @@ _FREE = {
     "attention_head_dim", "norm_num_groups", "norm_eps", "use_linear_projection", "flip_sin_to_cos", "freq_shift",
 }  # fmt: skip
 _BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", "UNetMidBlock2DCrossAttn", None}
-_CLOSE = 1e-3  # by which latents may differ from the pictures that they are decoded to
+# The latents may differ by this share from the pictures to which they are decoded.
+_CLOSE = 1e-3
 
 
 @final
@@ -329,13 +331,15 @@ def _course(model: TextToImage, pipeline: Any, settings: RenderSettings) -> dict
             for prediction, latents in ((zero, zero + 1), (zero + 1, zero))
         )
         rows.append([given, keep, more])
-        guess = noise.roll(len(rows), -1)  # any prediction will do to compare both
+        # Any prediction can be used for the comparison.
+        guess = noise.roll(len(rows), -1)
         scheduler.scale_model_input(walked, step)
         walked = scheduler.step(guess, step, walked, return_dict=False)[0]
         expected = keep * expected + more * guess
     decoded = model.to_images(noise) if hasattr(model, "to_images") else noise
     exact = decoded.shape == noise.shape and (decoded - (noise / 2 + 0.5).clamp(0, 1)).abs().max() < _CLOSE
-    if not exact or not (walked - expected).abs().max() <= _CLOSE * expected.abs().max():  # NaN is refused, too
+    # The comparison also refuses NaN.
+    if not exact or not (walked - expected).abs().max() <= _CLOSE * expected.abs().max():
         return None
     unet = pipeline.unet
     times = torch.cat([unet.time_embedding(unet.time_proj(step[None]).to(noise)) for step in scheduler.timesteps])
@@ -373,7 +377,8 @@ def _layers(network: nn.Sequential) -> tuple[list[list[Any]], dict[str, NDArray[
         elif isinstance(layer, nn.Linear):
             layers.append([name])
             tensors |= {f"{name}.{part}": value for part, value in layer.state_dict().items()}
-            if channels:  # the page keeps channels last, where torch flattens them first
+            # The page stores channels last, and torch flattens them first.
+            if channels:
                 columns = layer.weight.reshape(len(layer.weight), channels, -1).transpose(1, 2).flatten(1)
                 tensors[f"{name}.weight"], channels = columns, 0
     return layers, {name: _halves(value) for name, value in tensors.items()}
