@@ -209,7 +209,8 @@ def _opened(path: Path, sha256: str) -> torch.nn.Module:
             cure="Give the digest of the file that you trust, or fetch the file again.",
         )
     try:
-        with warnings.catch_warnings():  # torch 2.9 and later call TorchScript deprecated, and still open it
+        # torch 2.9 and later warn that TorchScript is deprecated, and still open it.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             network: torch.nn.Module = torch.jit.load(str(path), map_location="cpu")  # type: ignore[no-untyped-call]
     except RuntimeError as error:

@@ -169,7 +169,8 @@ Features: TypeAlias = "Callable[[Tensor], Sequence[Tensor]]"
 
 # Channel means and deviations of ImageNet, for images within -1 and 1.
 _SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-_LEAST_SIDE = 64  # AlexNet's strides leave nothing of smaller images
+# With smaller images, the strides of AlexNet leave no feature map.
+_LEAST_SIDE = 64
 
 # Channels of the compared feature maps; they tell which heads belong to a backbone.
 _CHANNELS = {

@@ -169,7 +169,8 @@ def ratio_of_sums(tops: Sequence[float], bottoms: Sequence[float], *, seed: int)
 
     def ratio(pieces: Any, axis: int = -1) -> Any:
         chosen = pieces.astype(np.int64)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a resample may hold nothing to divide by
+        # A resample may contain only zeros as divisors.
+        with np.errstate(divide="ignore", invalid="ignore"):
             return top[chosen].sum(axis=axis) / bottom[chosen].sum(axis=axis)
 
     return bootstrap(np.arange(len(top), dtype=np.float64), ratio, seed=seed, resamples=1999, method="percentile")

@@ -135,7 +135,8 @@ def kaplan_meier(times: Times) -> Survival:
     if len(when):
         curve = stats.ecdf(stats.CensoredData(uncensored=values[observed], right=values[~observed])).sf
         with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the interval where the share is 0, which is set below
+            # The warning concerns the interval where the share is 0, which is set below.
+            warnings.simplefilter("ignore", RuntimeWarning)
             ends = curve.confidence_interval(method="log-log")
         places = np.searchsorted(curve.quantiles, when)
         share, low, high = (part.probabilities[places] for part in (curve, ends.low, ends.high))
