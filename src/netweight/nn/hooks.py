@@ -55,7 +55,8 @@ def capture(
 
     def taking(name: str) -> Any:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:  # a backward pass is recomputing the module
+            # A backward pass is computing the module again.
+            if torch._C._current_graph_task_id() != -1:
                 return
             if graph and not torch.is_grad_enabled():
                 raise Unsupported(

@@ -16,9 +16,12 @@ from torch import Tensor
 
 _OVER = 8  # columns of a block beyond the rank
 _SHARE = 3  # the space has at most this part of the smaller side
-_HOPELESS = 1.5  # times the limit: what the last two blocks say that the space would need
-_ENOUGH = 1e-7  # of the square that is left out, which further blocks may still take away
-_FLOOR = 1e-2  # of the whole square: where less is left out, its own ten-millionth is below rounding
+# The search stops if the last two blocks predict a space of more than this multiple of the limit.
+_HOPELESS = 1.5
+# The search ends when further blocks would reduce the omitted square by less than this share.
+_ENOUGH = 1e-7
+# If less than this share of the whole square is left out, a ten-millionth of it is below rounding.
+_FLOOR = 1e-2
 
 
 def leading_components(matrix: Tensor, rank: int, energy: float = 1.0) -> tuple[Tensor, Tensor, Tensor, float]:
@@ -70,7 +73,8 @@ def _krylov_space(wide: Tensor, rank: int) -> Tensor | None:
     taken, gain = _taken(products, rank), 0.0
     while basis.shape[1] + size <= limit:
         block = work @ products[-size:].T
-        for _ in range(2):  # once leaves traces of rounding
+        # A single projection would leave errors of rounding.
+        for _ in range(2):
             block = block - basis @ (basis.T @ block)
         block = torch.linalg.qr(block).Q
         block = torch.linalg.qr(block - basis @ (basis.T @ block)).Q

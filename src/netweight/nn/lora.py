@@ -18,7 +18,8 @@ from netweight.core.names import not_found
 from netweight.errors import UsageError
 from netweight.nn.leading import leading_components
 
-_WHOLE = 32  # a change of full rank from which on its matrix is decomposed instead of its factors
+# From this size on, the matrix of a change of full rank is decomposed instead of its factors.
+_WHOLE = 32
 
 
 @final
@@ -59,7 +60,8 @@ class LowRank:
 
     def dense(self) -> Tensor:
         """Return the change, shape `(rows, columns)`, in the factors' dtype."""
-        if self.rank == min(self.shape):  # as `of` makes them: one factor is the identity, which costs most to multiply
+        # `of` makes such adapters: one factor is the identity, with which a product takes longest.
+        if self.rank == min(self.shape):
             if self.rank == self.down.shape[1] and torch.equal(self.down, torch.eye(self.rank).to(self.down)):
                 return self.scale * self.up
             if self.rank == self.up.shape[0] and torch.equal(self.up, torch.eye(self.rank).to(self.up)):
@@ -300,7 +302,8 @@ class AdapterStack:
         changes = {}
         for name in self.modules:
             rank = int(self.ranks[name][number])
-            if not rank:  # of a bank in which not all adapters change the same modules
+            # This occurs in a bank whose adapters do not all change the same modules.
+            if not rank:
                 continue
             down, up = self.down[name][number, :rank], self.up[name][number, :, :rank]
             changes[name] = LowRank(down, up, float(self.scale[name][number]))

@@ -156,7 +156,8 @@ def check_finite(rows: Tensor, first: int, column: int = 0) -> None:
 
     `rows`: shape `(m, d)`.
     """
-    if torch.isfinite(rows.sum()):  # one pass, and no mask, where all is well
+    # If all numbers are finite, this takes one pass and no mask.
+    if torch.isfinite(rows.sum()):
         return
     bad = (~torch.isfinite(rows)).nonzero()
     if len(bad):

@@ -28,7 +28,8 @@ class Batches:
         # Rows of a batch: the given number, or fewer after memory ran out.
         self.rows = rows
         self.done = 0  # rows computed so far
-        self.calls = 0  # calls that computed them; one that memory had no room for does not count
+        # The calls that computed them. A call that ran out of memory does not count.
+        self.calls = 0
 
     def run(self, function: Callable[[slice], Tensor], count: int) -> Tensor:
         """Compute rows 0 to `count` and join them.
@@ -58,7 +59,8 @@ class Batches:
             else:
                 self.rows = size // 2
                 if torch.cuda.is_available():
-                    torch.cuda.empty_cache()  # behind the except block, so that the failed batch is no longer held
+                    # This is after the except block, so that the tensors of the failed batch are freed.
+                    torch.cuda.empty_cache()
 
     def _fits(self, function: Callable[[slice], None], part: slice) -> bool:
         try:
