@@ -47,7 +47,8 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
     """Hooks that diffusers calls while it loads a model; not for direct use."""
 
     use_keep_in_fp32_modules = True
-    quantization_config: Any  # a NetweightConfig, which is none of diffusers' own
+    quantization_config: Any
+    """A NetweightConfig, which is not a configuration class of diffusers."""
 
     def __init__(self, quantization_config: Any, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -167,7 +168,8 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         self._weights.release(model)
         self._model, self._names, self._taken = None, [], set()
         self.quantization_config.weights = None
-        model.is_quantized = False  # else diffusers refuses conversions, which compressed weights can do
+        # Otherwise diffusers refuses conversions, which compressed weights support.
+        model.is_quantized = False
         return model
 
     def _dequantize(self, model: Any) -> Any:

@@ -143,7 +143,8 @@ class ImmunizeTrainer(Trainer):
         """Train, with the model made ready for the defense."""
         model: Any = self.model
         layers = None if self._settings is None else self._settings.frozen
-        set_seed(self.args.seed)  # whatever was drawn since: the order of rows is to be that of the first start
+        # The order of rows must be that of the first start, whatever was drawn since.
+        set_seed(self.args.seed)
         with (
             nullcontext() if layers is None else frozen(model, layers),
             self._defense.preparation(model, seed=derive(self.args.seed, "prepare")),

@@ -207,7 +207,8 @@ class Weights:
         if device.wants_other_chunks(stored, level, chunks):
             chunks = None
         elif rows is not None and stored.is_cpu and level not in ("high", "max") and dense.numel() > 1 << rows:
-            chunks = min(rows, info.chunk_log2)  # files have larger ones, of which one token would have one decoded
+            # Files have larger chunks, of which one token would need a whole one decoded.
+            chunks = min(rows, info.chunk_log2)
         recut = chunks != info.chunk_log2
         if (fixed or recut) and not codec.is_lossy(blob):
             made = CompressedStorage.of(dense.to(stored.device), level=level, chunk_log2=chunks, fixed=fixed)
@@ -246,7 +247,8 @@ class Weights:
         """Return whether stored bytes lie in a mapped file."""
         address = stored.data_ptr()
         if not any(start <= address < end for start, end in self._mapped):
-            self._mapped = mapped_files()  # another file of the checkpoint may have been mapped since
+            # Another file of the checkpoint may have been mapped since.
+            self._mapped = mapped_files()
         return any(start <= address < end for start, end in self._mapped)
 
     def decode(self, name: str, stored: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -79,7 +79,8 @@ class LayerwiseTraining(_Base):
         trained: Any = self.model if model is None else model
         if self.optimizer is None:
             self.optimizer = self._make_optimizer(trained)
-        elif self._layerwise.closed:  # `train` is called again, and goes on from there
+        elif self._layerwise.closed:
+            # `train` was called again, and continues from there.
             state = self._layerwise.state_dict()
             self.optimizer = self._make_optimizer(trained)
             self.optimizer.load_state_dict(state)

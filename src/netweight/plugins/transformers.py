@@ -120,7 +120,8 @@ class NetweightQuantizer(HfQuantizer):
             result: torch.dtype | None = super().get_new_dtype(converter, param, dtype)
             return result
         operations[0].dtype = dtype
-        if len(operations) > 1:  # the model's own conversion needs dense tensors; what comes out is compressed again
+        # The model's own conversion needs dense tensors. Its results are compressed again.
+        if len(operations) > 1:
             converter.quantization_operation = _Compress(self)
         return None
 

@@ -111,7 +111,8 @@ class PrivateTensors:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for round, tensors in self.after.items():
-            yield f"{round}|", torch.empty(0)  # a round without private tensors is a round, too
+            # A round without private tensors is recorded as well.
+            yield f"{round}|", torch.empty(0)
             for name, value in tensors.items():
                 yield f"{round}|{name}", value
 
@@ -226,7 +227,8 @@ def client_app(
     def answered(message: Message, context: Context, job: Job | None) -> Message:
         number, order = client_number(context), Order.of(message)
         task, own_method = task_of(context), chosen(method, context)
-        if not order.go_on_from:  # the first time, since examples stay as they are
+        # This is checked only in the first round, since the examples do not change.
+        if not order.go_on_from:
             refuse_unfit_examples(task, number)
         sent = from_record(message.content.array_records[ARRAYS])
         answers = Answers(context, job, number)
@@ -249,7 +251,8 @@ def client_app(
         # Noise is drawn anew for every answer: two answers with the same noise would differ by what it hides.
         draws = secrets.randbits(62) if rehearsed is None and spent is not None else own_seed
         trained, metrics = _trained(task, own_method, client, order, draws, torch.device(device))
-        if spent is not None:  # losses and accuracies would say beside the noise what it hides
+        # Losses and accuracies would reveal what the noise hides.
+        if spent is not None:
             metrics = {"epsilon": spent.epsilon} if math.isfinite(spent.epsilon) else {}
         wire = to_wire(trained.update.tensors)
         check_allow_list(wire, own_method.shared, client=number)

@@ -48,7 +48,8 @@ CLIP = 2.0
 FEWEST = 3
 
 _MOST = 1000  # words have 32 bits, values 22
-_THRESHOLD = 2 / 3  # least share of a round's clients that must be there in the end, or collude to unmask one
+# The smallest share of a round's clients that must remain to the end, or must collude to remove a client's mask.
+_THRESHOLD = 2 / 3
 _LOG = logging.getLogger(__name__)
 
 
@@ -177,7 +178,8 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
                 f"{rounds.method.name} sends each client something else, so that its updates cannot be summed."
             )
         compares = settings.aggregator.compares_values or settings.aggregator.leaves_out_suspects
-        if compares and groups < 3:  # one sum is bounded by those before it
+        # A single sum is compared only with those of earlier rounds.
+        if compares and groups < 3:
             name = AGGREGATORS.name_of(settings.aggregator)
             raise UsageError(
                 f"The aggregator {name} compares single updates, which a secure sum hides.",
@@ -227,9 +229,11 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         for client, result in results.items():
             if result.num_examples != weights[client]:
                 faults[client] = Fault(f"reports {result.num_examples} examples; it registered {weights[client]}")
-                over.nodes.examples[client] = 2**62  # takes no part in another attempt
+                # With this number, the client takes no part in another attempt.
+                over.nodes.examples[client] = 2**62
                 total.mean = None
-        most = settings.most_norm if count < 3 else settings.most_norm**2  # sums are then compared with each other, too
+        # In this case, sums are also compared with each other.
+        most = settings.most_norm if count < 3 else settings.most_norm**2
         mean = None if total.mean is None else _bounded(total.mean, lengths, most, trial.round)
         joint = None if mean is None else _joined(over.rounds.state, mean, results, trial.round)
         return joint, faults
@@ -272,7 +276,8 @@ def _summed(
     _amend(workflow, contents, protocol, committed)
     try:
         workflow(grid, legacy)
-    except Exception as error:  # Flower's part of the protocol trusts what clients send; it must not stop the server
+    except Exception as error:
+        # Flower's part of the protocol trusts the clients' messages, and a wrong message must not stop the server.
         _LOG.warning("Round %d: the sum failed: %s: %s", round, type(error).__name__, error)
         one.mean = None
     return one
@@ -302,7 +307,8 @@ def _amend(workflow: Any, contents: Mapping[int, RecordDict], protocol: Any, com
         state = arguments[-1]
         here, steps = state.active_node_ids, state.quantization_range
         ratios = sum(round(committed[node] / state.max_weight * steps) for node in here)
-        middle, reach = len(here) * steps / 2, ratios / 2 + len(here)  # of what that many in range add up to
+        # The middle and the range of the sum of this many values.
+        middle, reach = len(here) * steps / 2, ratios / 2 + len(here)
 
         def checked(summed: Sequence[np.ndarray[Any, Any]]) -> tuple[int, Sequence[np.ndarray[Any, Any]]]:
             if int(summed[0][0]) != ratios:

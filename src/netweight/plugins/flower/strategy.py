@@ -31,8 +31,10 @@ from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _POLL = 0.5  # seconds between two looks for replies
-_AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds until the SuperLink is asked again that failed
-_PULLED = 4  # replies that are asked for, and then lie in memory, at a time
+# After a failure, the SuperLink is asked again after these seconds.
+_AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)
+# The number of replies that are requested, and are in memory, at a time.
+_PULLED = 4
 # Seconds that a message is valid beyond the time that is waited for its answer: the SuperLink would else answer first,
 # with an error that says less than that nothing came.
 GRACE = 60.0
@@ -138,7 +140,8 @@ def read_answer(reply: Message, client: int) -> Update:
         numbers = {name: int(str(report[name])) for name in ("client", "n", "round")}
         tensors = from_wire(from_record(reply.content.array_records[ARRAYS]))
         metrics = known_metrics(reply.content.metric_records.get(METRICS, MetricRecord()))
-    except Exception as error:  # whatever goes wrong in reading what a stranger sent is the stranger's fault
+    except Exception as error:
+        # A reply may have any content, so reading it may raise any error; the client is at fault.
         raise UsageError(f"sent a reply that cannot be read ({type(error).__name__}: {error})") from error
     if numbers["client"] != client:
         raise UsageError(f"answered in the name of client {numbers['client']}")
@@ -204,9 +207,11 @@ class Nodes:
         self._clients = frozenset(clients)
         self._timeout = timeout  # seconds to wait for answers
         self._most_examples = most_examples
-        self._registered = registered  # node id → client number, where the operator says who is who
+        # Node id → client number, if the operator has registered the nodes.
+        self._registered = registered
         self._number: dict[int, int] = {}
-        self._holder: dict[int, int] = {}  # client number → the node that had it first
+        # Client number → the first node that claimed it.
+        self._holder: dict[int, int] = {}
         self.examples: dict[int, int] = {}  # client number → examples that it weighs
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
@@ -238,7 +243,8 @@ class Nodes:
             try:
                 report = reply.content.config_records[REPORT]
                 number, examples = int(str(report["client"])), int(str(report["n"]))
-            except Exception as error:  # an error message, or whatever a stranger sent instead of a number
+            except Exception as error:
+                # The reply is an error message, or not a number.
                 _LOG.warning("Node %d did not report its client number and examples: %s.", node, error)
                 continue
             if number not in self._clients:
@@ -402,7 +408,8 @@ class MethodStrategy(Strategy):
 
 def _on_disk(update: Update, folder: Path | None) -> Update:
     """Return an update whose tensors are read from a file as they are needed: memory contains no round's updates."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:  # its name goes at once, its bytes with the last tensor
+    # The name of the file is deleted at once, and its bytes with the last tensor.
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
         file.write(safetensors.torch.save({n: value.contiguous() for n, value in to_wire(update.tensors).items()}))
         file.flush()
         with safetensors.safe_open(file.name, framework="pt") as stored:
