@@ -46,7 +46,8 @@ class Choice(Generic[E]):
         """Pickle the verb and the settings that were given: what it names is registered in another process, too."""
         attacks = isinstance(self.what, Attack)
         work: Any = getattr(self.what, "attack" if attacks else "apply")
-        given = self.config.given  # alone: other defaults may depend on it
+        # Only the given settings are kept, because other defaults may depend on them.
+        given = self.config.given
         return _chosen_again, (self.what.verb, attacks, work.__module__, given)
 
 
@@ -157,7 +158,8 @@ def outlines() -> dict[str, dict[str, Any]]:
     for name, kind in (("recipe", _Recipe), ("chapters", _Chapters), ("chapter", _Chapter)):
         schema = kind.model_json_schema()
         schema.pop("title")
-        for key in ("treatments", "attacks"):  # tuples here, and None cannot be given
+        # The fields are tuples, which cannot be None.
+        for key in ("treatments", "attacks"):
             schema["properties"].get(key, {}).pop("default", None)
         schemas[name] = {**schema, "description": str(kind.__doc__), "additionalProperties": False}
     return schemas
@@ -235,7 +237,8 @@ def _read_steps(
     kind: type[_Steps] = _Chapter if name else _Recipe
     all_problems: list[str] = []
     fields: Any = kind.checked(content, "", all_problems)
-    if fields is None:  # what is unknown need not hide what else is wrong
+    # Unknown keys must not hide other errors.
+    if fields is None:
         fields = kind.checked({key: content[key] for key in content if key in kind.model_fields}, "", [])
     if "treatments" not in content and "attacks" not in content:
         all_problems.append("the recipe has neither treatments nor attacks, and needs at least one of them.")
@@ -251,7 +254,8 @@ def _read_steps(
         all_problems += _path_problems(recipe)
         all_problems += _placeholder_problems(fields.placeholders)
         all_problems += _chain_problems(recipe)
-        if len(treatments) == len(fields.treatments):  # else it is unknown which audits there are
+        # Otherwise it is not known which audits there are.
+        if len(treatments) == len(fields.treatments):
             all_problems += _audit_problems(recipe)
             if len(attacks) == len(fields.attacks):
                 all_problems += _work_problems(recipe)

@@ -476,7 +476,8 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
             )
         return True
     began = time.monotonic()
-    if not path.exists():  # it is there without a record when a kill fell between the two
+    # If the process was killed between the two, the path exists without a record.
+    if not path.exists():
         step.choice.what.apply(source, path, step.choice.config, progress)
     row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source)}
     job.record(LEDGER, {**row, "result": digest_of(path, progress)}, key=key)
