@@ -67,7 +67,8 @@ def run_audits(
 
 
 def _declared(treatment: str) -> dict[str, Audit | None]:
-    if treatment not in AUDITS:  # a method declares its audits when it is loaded; netweight's own are quick to load
+    # A method declares its audits when it is loaded. Those of netweight load quickly.
+    if treatment not in AUDITS:
         points = entry_points(group="netweight.methods")
         for point in sorted(points, key=lambda point: point.name not in treatment):
             point.load()

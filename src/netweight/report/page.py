@@ -35,7 +35,8 @@ def render(document: Any) -> str:
         for number, chapter in enumerate(document.chapters, start=1)
     ]
     pictures: set[str] = set()
-    for chapter in chapters[::-1]:  # histograms of three models look alike: the last one stands for them
+    # The histograms of three models look alike, so only the last one is shown.
+    for chapter in chapters[::-1]:
         alike = chapter["picture"] and chapter["picture"]["part"].alt.split()[0]
         chapter["picture"] = None if alike in pictures else chapter["picture"]
         pictures |= {alike} if alike == "Histograms" else set()

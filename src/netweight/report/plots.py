@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 SERIES = ("#2f6f9f", "#c2571a", "#3d8159", "#8a4f9e", "#a0782c", "#5b6472")
 """Colors of the data series in files outside a report; a report's style sheet sets its own for light and dark."""
-_LETTERS, _NAME = 13, 20  # of an image grid's names: letters per inch, and in a line of a row's name
+# For the names of an image grid: letters per inch, and letters in a line of a row's name.
+_LETTERS, _NAME = 13, 20
 INK, GRID = "#24292f", "#d5d9de"
 INK_MARK, GRID_MARK = "#010101", "#020202"
 SERIES_MARKS = tuple(f"#03030{i}" for i in range(1, len(SERIES) + 1))
@@ -109,10 +110,12 @@ def lines(
         _finish(axes, xlabel, ylabel, log="y" in log, legend=len(series) > 1)
         if "x" in log:
             axes.set_xscale("log")
-        elif all(isinstance(value, int) for x, _ in series.values() for value in x):  # rounds, steps: no halves
+        elif all(isinstance(value, int) for x, _ in series.values() for value in x):
+            # Rounds and steps have no fractions.
             axes.locator_params(axis="x", integer=True)
         if ylim is not None:
-            edge = 0.03 * (ylim[1] - ylim[0])  # so that a line along the end is seen whole
+            # With this margin, a line along the edge is completely visible.
+            edge = 0.03 * (ylim[1] - ylim[0])
             axes.set_ylim(ylim[0] - edge, ylim[1] + edge)
         return to_figure(drawing, alt=alt, caption=caption)
 
@@ -164,7 +167,8 @@ def canvas(
     across = across or panels
     with matplotlib.rc_context(_style(page)):
         drawing = MatplotlibFigure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(drawing)  # without pyplot: no global state, no window, safe in threads
+        # pyplot is avoided: this has no global state and no window, and is safe in threads.
+        FigureCanvasAgg(drawing)
         axes = drawing.subplots(-(-panels // across), across, squeeze=False).ravel().tolist()
         yield drawing, axes[:panels]
 
@@ -181,7 +185,8 @@ def inline_svg(document: str, alt: str) -> str:
     svg = document[document.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<!--.*?-->\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)  # it would style the whole page
+    # This style would apply to the whole page.
+    svg = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", svg, flags=re.DOTALL)
     for mark, color in _MARKS.items():
         svg = svg.replace(mark, color)
     svg = re.sub(r"'DejaVu Sans'[^;\"]*", "system-ui, sans-serif", svg)
@@ -194,7 +199,8 @@ def inline_svg(document: str, alt: str) -> str:
     size = box.group(1) if box else "0 0 475 209"
     title = alt.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size}"'
-    wide = float(size.split()[2]) / 12  # rem: never smaller than its letters can be read, on a phone it scrolls
+    # The unit is rem, so the letters stay readable; on a phone, the figure scrolls.
+    wide = float(size.split()[2]) / 12
     opening += f' style="min-width: {wide:.1f}rem; max-width: {1.6 * wide:.1f}rem" stroke-linejoin="round"'
     opening += ' stroke-linecap="butt"'
     return f'{opening} role="img" aria-labelledby="{prefix}-alt"><title id="{prefix}-alt">{title}</title>{body}'.strip()
@@ -243,7 +249,8 @@ def _finish(axes: Axes, xlabel: str, ylabel: str, *, log: bool, legend: bool, gr
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0.2, fontsize=9.5)
 
 
-_GRID_BYTES = 600_000  # of a grid's pixels at most: noise cannot be compressed, and a page has several grids
+# The most bytes of a grid's pixels: noise cannot be compressed, and a page has several grids.
+_GRID_BYTES = 600_000
 _LEAST_SIDE = 64
 
 
@@ -319,7 +326,8 @@ def _heat(axes: Axes, values: list[list[float]], digits: int) -> None:
     mesh = axes.pcolormesh(
         np.arange(table.shape[1] + 1), np.arange(table.shape[0] + 1), table, cmap="viridis", vmin=low, vmax=high
     )
-    mesh.set_rasterized(False)  # an SVG of a report must not hold pictures
+    # An SVG of a report must not contain raster images.
+    mesh.set_rasterized(False)
     axes.invert_yaxis()
     for (row, column), value in np.ndenumerate(np.array(values)):
         if math.isfinite(value):
@@ -357,7 +365,8 @@ def histogram(
         return to_figure(drawing, alt=alt, caption=caption)
 
 
-_SPREAD = 0.5  # of the distance between rows, over which equal times are set beside each other
+# Equal times are spread over this share of the distance between rows.
+_SPREAD = 0.5
 
 
 @final
