@@ -36,12 +36,15 @@ from netweight.store.safetensors import (
 )
 from netweight.store.shards import refuse_missing_shards
 
-if TYPE_CHECKING:  # files are compressed and restored without torch
+# Files are compressed and restored without importing torch.
+if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX_SUFFIX = ".safetensors.index.json"
-BATCH = 1 << 20  # bytes that a task decodes or encodes: what is written then is still in a cache
-_START = 1 << 16  # bytes in which nearly every compressed tensor's header and index end
+# A task decodes or encodes this many bytes, so that the result is still in a cache when it is written.
+BATCH = 1 << 20
+# Nearly every compressed tensor's header and index end within this many bytes.
+_START = 1 << 16
 
 
 @final
@@ -373,7 +376,8 @@ class StoredFile:
         self, batch: list[tuple[str, int, int]], broken: Container[str]
     ) -> list[tuple[str, int, Bytes | CorruptBlob]]:
         done: list[tuple[str, int, Bytes | CorruptBlob]] = []
-        bad: str | None = None  # the tensor of the batch that was found damaged last
+        # The tensor of the batch in which damage was found last.
+        bad: str | None = None
         for name, start, stop in batch:
             if name == bad or name in broken:
                 continue

@@ -54,7 +54,8 @@ class BaseNote:
             raise ValueError("the record of its base is malformed")
         note = cls(**values)
         for text, most in ((note.name, 2), (note.within, _UP)):
-            path = PurePosixPath(text)  # a TypeError, which counts as the ValueErrors do, if it is not a text
+            # If the value is not a text, this raises a TypeError, which is handled like the ValueErrors.
+            path = PurePosixPath(text)
             if path.is_absolute() or ".." in path.parts or "\0" in text or len(path.parts) > most:
                 raise ValueError(f"the name {text!r} of its base is malformed")
         if not PurePosixPath(note.name).name or not isinstance(note.digest, str):
@@ -91,7 +92,8 @@ def _in_hub_cache(name: str) -> Iterator[Path]:
         return
     try:
         yield Path(snapshot_download(name, local_files_only=True))
-    except (OSError, ValueError):  # it is not there, or the name is none
+    except (OSError, ValueError):
+        # The file does not exist, or the name is not valid.
         return
 
 
@@ -112,7 +114,8 @@ LONGEST_HEADER = 20_000_000
 MOST_TENSORS = 1 << 16
 # The largest number of dimensions in numpy.
 _MOST_DIMENSIONS = 64
-_MOST_NUMBERS = 1 << 60  # product of a shape's sizes other than 0: torch computes strides with such products
+# The largest product of a shape's sizes other than 0, because torch computes strides with such products.
+_MOST_NUMBERS = 1 << 60
 METADATA = "__metadata__"
 
 # Bits of one element by safetensors dtype name.
@@ -264,7 +267,8 @@ def parse_header(raw: bytes, *, most: int | None = None) -> Header:
         most: See `parse_json`.
     """
     tensors = raw.count(b'"dtype"')
-    refuse_many(tensors)  # before it is parsed, which takes a hundred times its own memory
+    # This is checked before the header is parsed, which takes a hundred times its size in memory.
+    refuse_many(tensors)
     fields = parse_json(raw, most=_VALUES_OF_TENSOR * tensors if most is None else most, free=_OTHER_VALUES)
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
@@ -336,7 +340,8 @@ def file_head(raw: bytes) -> bytes:
 
 
 def _natural(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62  # not isinstance: True is not a length
+    # isinstance would accept True, which is not a length.
+    return type(value) is int and 0 <= value < 1 << 62
 
 
 def _span(name: str, entry: Any) -> Span:
@@ -358,7 +363,8 @@ def is_pickle(start: bytes) -> bool:
     """Return whether a file that starts so is a pickle, of any protocol, or torch's archive of one."""
     if start.startswith((b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))):
         return True
-    opcodes = 0  # protocols 0 and 1 have no marker: their opcodes are read, which runs none
+    # Protocols 0 and 1 have no marker. Their opcodes are read without running any.
+    opcodes = 0
     try:
         for opcode, _, _ in pickletools.genops(start):
             opcodes += 1

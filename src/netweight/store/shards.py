@@ -10,7 +10,8 @@ from pathlib import Path
 from netweight.errors import CorruptBlob
 
 _NUMBERED = re.compile(r"(?P<start>.*?)(?P<number>\d+)-of-(?P<total>\d+)(?P<end>\..+)", re.DOTALL)
-_MOST_NAMED = 10_000  # missing shards that are listed, whatever the total in a name says
+# At most this many missing shards are listed, whatever total a name states.
+_MOST_NAMED = 10_000
 
 
 def refuse_missing_shards(folder: Path, names: Collection[str], *, indexed: Iterable[str] = ()) -> None:

@@ -29,7 +29,8 @@ def refuse_inflated(path: str | Path) -> None:
                 (each for each in compressed if "/code/" not in each.filename or each.file_size > _LARGEST_CODE), None
             )
     except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-        return  # torch reports what is wrong with it
+        # torch reports the error itself.
+        return
     if inflated is not None:
         raise UnsafeInput(
             f"{path}: the entry {inflated.filename[:200]!r} of the archive is compressed, {inflated.file_size:,} bytes "

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
 
 CONVERTED = "converted"  # in the provenance of what was not a plain LoRA: its rank and error
-_UNREAD = (".gguf", ".npz")  # endings of adapters that are found to be refused by name
+# Adapters with these endings are found, so that they can be refused by name.
+_UNREAD = (".gguf", ".npz")
 _FACTOR = re.compile(r"lora|hada_|lokr_|\.diff")
 _KEPT = 4096  # plans that are kept, some 20 kB each
 _SHOWN = 20  # problems named in one message
@@ -298,7 +299,8 @@ class AdapterBank:
     def _reader(self, shard: ShardRecord) -> ShardReader:
         file = shard.file
         if file not in self._shards:
-            if not (self.path / file).is_file():  # joined to another by a writer, after this bank was opened
+            # A writer joined this file to another one after the bank was opened.
+            if not (self.path / file).is_file():
                 raise CorruptBlob(
                     f"{self.path / file} does not exist any more, because the bank was changed.",
                     cure="Open the bank again.",
@@ -530,7 +532,8 @@ def _holds_factors(path: Path) -> bool:
     """Return whether a file has tensors of an adapter, by their names."""
     try:
         return any(_FACTOR.search(span.name) for span in read_header(path).spans)
-    except NetweightError:  # reading it says what is wrong
+    except NetweightError:
+        # The function that reads the file reports what is wrong.
         return True
 
 

@@ -266,7 +266,8 @@ class ShardReader:
 
     def __init__(self, path: Path, modules: Sequence[str], record: ShardRecord) -> None:
         self._path, self._record = path, record
-        self._intact = False  # whether the whole file was found to be what was written
+        # True if the whole file was compared with its digest and is intact.
+        self._intact = False
         self._modules = modules
         self._store: Store = open_store(path)
         held = set(self._store.names())
@@ -348,7 +349,8 @@ def _cat(tensors: Sequence[Tensor]) -> Tensor:
 
 def _filled(rows: Tensor, ranks: Tensor) -> Tensor:
     """From `(sum of ranks, width)` to `(n, highest rank, width)`; no copy where all ranks are the same."""
-    most = max(1, int(ranks.max()))  # where none of them changes the module, one row of zeros
+    # If none of them changes the module, one row of zeros is stored.
+    most = max(1, int(ranks.max()))
     if len(rows) == most * len(ranks):
         return rows.view(len(ranks), most, -1)
     filled = rows.new_zeros(len(ranks), most, rows.shape[1])

@@ -45,7 +45,8 @@ _DENOISER_PREFIXES = (
     "model.diffusion_model.", "diffusion_model.", "transformer_2.", "transformer.", "unet.", "pipe.dit.", "dit.",
     "conditional_transformer.", "module.", "net.",
 )  # fmt: skip
-_NOTED = 1000  # points of a table that the trainer's note in the header names
+# The points of a table that the trainer's note in the header names.
+_NOTED = 1000
 _OF_DENOISERS = tuple(f"{name}." for name in reversed(DENOISERS))
 # Names of layers that transformers' language models share with some diffusion models.
 _BODY = (
@@ -185,7 +186,8 @@ def identify(
             )
             spelled = [] if chosen is None else [match for each in rest if (match := _match(each, chosen)) is not None]
             if any(match.names == "diffusers" and not match.is_authors for match in spelled):
-                chosen, others, authors = None, (), False  # a mixture of both spellings is of neither
+                # A file that mixes both spellings fits neither.
+                chosen, others, authors = None, (), False
         for each in rest:
             identified = None if chosen is None else _pieces(each, chosen, shapes[each.name])
             if identified:
@@ -236,7 +238,8 @@ def _read(name: str, component: str | None) -> _Written:
         names.append(names[-1].removeprefix(following))
         start = start or following
         if following in _OF_DENOISERS:
-            break  # what follows a component is a module's own name, whatever it begins with
+            # The part after a component is a module's own name, whatever it begins with.
+            break
     # Language models call their body `transformer`, too, and wrappers call what they hold `module`.
     says = start not in ("", "module.", "net.") and not (start == "transformer." and _LANGUAGE_BODY.fullmatch(plain))
     spelling: Spelling = "peft"
@@ -273,7 +276,8 @@ def _choose(
     """Choose the table that knows the names, and name the others that say the same."""
     if naming is None and all(not each.denoises and not each.flattened and _LANGUAGE.fullmatch(each.paths[-1])
                               for each in written):  # fmt: skip
-        return None, ()  # a language model's, whose names no table has
+        # This is an adapter of a language model, whose names are not in any table.
+        return None, ()
     tables = [naming] if naming else [each for each in namings() if not each.component.startswith("text_encoder")]
     fitting = {
         table.key: {each.name: fit for each in written if (fit := _pieces(each, table, shapes[each.name]))}

@@ -48,7 +48,8 @@ def tag_counts(metadata: Mapping[str, str]) -> Counter[str]:
     try:
         tables = [tags for tags in parse_json(metadata.get(_TRIGGERS, "{}")).values() if isinstance(tags, dict)]
         return Counter({tag: count for one in tables for tag, count in one.items() if isinstance(count, int)})
-    except (ValueError, AttributeError):  # a note that is not a table of tags tells none
+    except (ValueError, AttributeError):
+        # A note that is not a table of tags contains no trigger words.
         return Counter()
 
 
@@ -128,7 +129,8 @@ def union(sources: Sequence[tuple[Path, Mapping[str, str]]], weights: Sequence[f
                         table = tables.setdefault(folder, {})
                         for tag, count in tags.items():
                             table[tag] = table.get(tag, 0) + int(count)
-                except (ValueError, AttributeError, TypeError):  # a note that is not a table of tags adds none
+                except (ValueError, AttributeError, TypeError):
+                    # A note that is not a table of tags does not add any.
                     continue
             merged[key] = json.dumps(tables)
         elif key.startswith("modelspec.") or key in ("ss_output_name", "trained_words", "license", "source"):

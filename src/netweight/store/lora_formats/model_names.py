@@ -8,7 +8,8 @@ from netweight.core.names import nearest_names
 from netweight.errors import NameNotFound, UsageError
 from netweight.store.lora_formats.naming import flat
 
-_TEXT_MODEL = ".text_model."  # a level of CLIP's text encoder that older files have, and newer models may lack
+# Older files have this level of CLIP's text encoder, and newer models may not.
+_TEXT_MODEL = ".text_model."
 # What releases of transformers, and models with and without images, put before the layers of one language model.
 _BODIES = ("model.language_model.", "language_model.model.", "model.")
 _HEADS = ("lm_head", "language_model.lm_head")

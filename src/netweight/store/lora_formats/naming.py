@@ -24,7 +24,8 @@ Names = Literal["authors", "diffusers"]
 """Whose names: the authors' (ComfyUI, musubi-tuner and most trainers use them too), or those of diffusers."""
 
 _NUMBER = re.compile(r"\d+")
-_MATCHES_KEPT = 1 << 14  # names that a table remembers: more than any model has modules
+# The number of names that a table caches, which is more than any model has modules.
+_MATCHES_KEPT = 1 << 14
 _REST = "rest"
 
 

@@ -23,7 +23,8 @@ DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"
 
 _PEFT_ALONE = "Keep the file, and load it with peft: it changes more than weights."
-_OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ down, and what to do
+# Settings with which an adapter is more than ΔW = scale · up @ down, each with a cure.
+_OTHERS = {
     "use_dora": CONVERT_DORA,
     "modules_to_save": f"{BAKE} Or: {EXTRACT}",
     "trainable_token_indices": EXTRACT,
@@ -39,7 +40,8 @@ _OTHERS = {  # settings that make more of an adapter than ΔW = scale · up @ do
 _LANGUAGE = re.compile(r"(model\.)?(layers|decoder\.layers|gpt_neox\.layers|transformer\.h)\.\d+\.")
 _PATTERN, _REPEATED = 1000, re.compile(r"[*+}][^()]*\)+[*+{]|\([^()]*\|[^()]*\)+[*+{]")
 _CONVERTIBLE = ("LOHA", "LOKR")
-_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # they change the base's weights before training
+# These change the base's weights before the training.
+_OTHER_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @final

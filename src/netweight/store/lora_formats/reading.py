@@ -47,7 +47,8 @@ from netweight.store.reader import Store, open_store
 if TYPE_CHECKING:
     from torch import Tensor
 
-_OF_THE_BASE = ".base_layer.weight"  # behind the base model's own weight of a module that has an adapter
+# The ending of the base model's own weight in a module that has an adapter.
+_OF_THE_BASE = ".base_layer.weight"
 # What a tensor that is not a matrix changes → the parameter's name after its module.
 _VECTORS = {"diff_b": "bias", "b_norm": "bias", "up_bias": "bias", "diff": "weight", "w_norm": "weight",
             "diff_m": "modulation"}  # fmt: skip

@@ -158,7 +158,8 @@ def write_adapter(
     try:
         _read_back(adapter, file, naming if layout != "diffusers" else None)
     except NetweightError:
-        file.unlink()  # a file that means something else is worse than none
+        # A file with another meaning is worse than no file.
+        file.unlink()
         raise
     return file
 
@@ -178,7 +179,8 @@ def _in_names_of_diffusers(adapter: Adapter, naming: Naming | None) -> tuple[Ada
     if naming is not None:
         own = {name: shape for name, shape in own.items() if naming.match(component_of(name)[1]) is not None}
     elif any(component_of(name)[0] in DENOISERS for name in adapter.factors):
-        own = {}  # those that are left are in no table
+        # The remaining names are not in any table.
+        own = {}
     if not own:
         return adapter, naming
     identity = identify(own, Path("adapter"), naming=naming)
@@ -282,7 +284,8 @@ def _with_left_out(written: Adapter, error: float, left_out: Sequence[Tensor]) -
         return error
     written_square = sum(float(change.double().square().sum()) for change in written.vectors.values())
     factors = written.norm() ** 2
-    whole = factors / (1 - error**2) if error < 1 else factors  # what was left out is orthogonal to what was kept
+    # The omitted part is orthogonal to the stored part.
+    whole = factors / (1 - error**2) if error < 1 else factors
     return math.sqrt((whole * error**2 + lost) / (whole + written_square + lost))
 
 
@@ -449,7 +452,8 @@ def _written(component: str, rest: str, naming: Naming | None, *, flattened: boo
         if not flattened:
             return f"text_encoders.{kind}.transformer.{rest}"
         if rest.startswith("encoder.layers."):
-            rest = f"text_model.{rest}"  # as programs that know CLIP by its older structure expect
+            # Programs that use the older structure of CLIP expect this level.
+            rest = f"text_model.{rest}"
         start = {"clip_l": "lora_te1_", "clip_g": "lora_te2_", "t5xxl": "lora_te3_"}[kind]
         single = kind == "clip_l" and not several and (naming is None or naming.key == "stable-diffusion")
         return f"{'lora_te_' if single else start}{flat(rest)}"
@@ -590,7 +594,8 @@ def _joined_vectors(
         module, _, kind = name.rpartition(".")
         try:
             component, key, match = _place(module, naming, flattened=flattened)
-        except UsageError:  # norms are in no table; where the authors call them alike, they keep their name
+        except UsageError:
+            # Norms are not in any table. If the authors use the same name, they keep it.
             component, _, key = module.partition(".")
             match = None
         if match is not None and len(match.entry.diffusers) > 1:
@@ -678,7 +683,8 @@ def _read_back(adapter: Adapter, written: Path, naming: Naming | None, parameter
     model = ModelNames(map(module_of, adapter.factors), parameters) if nested else None
     try:
         plan = plan_adapter(written, model)
-    except UsageError:  # names that several architectures have; the file was made of one that was said
+    except UsageError:
+        # Several architectures have such names, and the file was written for the one that was given.
         plan = plan_adapter(written, naming=naming)
     if not all(change.down.isfinite().all() and change.up.isfinite().all() for change in adapter.factors.values()):
         # No reader takes such a file.
