@@ -182,7 +182,8 @@ def word_clip_tokenizer(words: Iterable[str], *, length: int) -> CLIPTokenizer:
     letters = sorted(ByteLevel.alphabet())
     merges = _merges(sorted(set(words)))
     tokens = [*letters, *(letter + _SUFFIX for letter in letters), *(a + b for a, b in merges), _START, _END]
-    make: Any = CLIPTokenizer  # whose annotations forbid the pairs that it asks for
+    # The annotations of CLIPTokenizer forbid the pairs that it requires.
+    make: Any = CLIPTokenizer
     made: CLIPTokenizer = make(
         vocab={token: number for number, token in enumerate(dict.fromkeys(tokens))},
         merges=merges,
