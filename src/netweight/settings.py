@@ -182,7 +182,8 @@ class Settings(pydantic.BaseModel):
             chosen = getattr(self, field)
             for name, value in (chosen.recommended if chosen is not None else {}).items():
                 if name in type(self).model_fields and name not in self.model_fields_set:
-                    self.__dict__[name] = value  # not by setattr: it is still a default and was not given
+                    # The value is not set by setattr, because it is a default and was not given.
+                    self.__dict__[name] = value
         try:
             self.check()
         except NetweightError as error:
@@ -931,7 +932,8 @@ def _given(ctx: click.Context) -> dict[str, Any]:
         try:
             given |= ctx.command.make_parser(ctx).parse_args(list(ctx.meta[_ARGUMENTS]))[0]
         except click.UsageError:
-            pass  # the help is shown all the same, with the defaults
+            # The help is still shown, with the defaults.
+            pass
     return given
 
 
