@@ -41,8 +41,8 @@ pytestmark = [pytest.mark.study, pytest.mark.timeout(3600)]
 
 PROGRAM = Path(__file__).parents[1] / "support" / "killed_commands.py"
 MOMENTS = os.environ.get("KILLED_AT", "two")
-# Figures of a run that state when it ran, or how long.
-TIMES = re.compile("seconds|minutes|created|revision|mtime|resumed|continued|command")
+# Figures of a run that state when it ran, how long, or what it took over from an earlier call.
+TIMES = re.compile("seconds|minutes|created|revision|mtime|resumed|continued|from_ledger|command")
 PROMPTS = ["a large blue circle", "the red photo of a square", "a green square", "the small circle"]
 ORDINARY = ["a red square", "the green circle", "a small photo", "the blue square", "a circle on a square"]
 VICTIM = """

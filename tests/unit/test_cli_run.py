@@ -5,8 +5,11 @@ import toy_treatment
 from click.testing import CliRunner
 
 from netweight import cli
+from netweight.core.engines import in_process
 from netweight.errors import UsageError
-from netweight.registry import Attack, register, unregister
+from netweight.job import Job
+from netweight.registry import Attack, Result, register, unregister
+from netweight.report.finding import Finding, Section
 from netweight.settings import Settings
 
 RECIPE = """
@@ -49,8 +52,13 @@ def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
     assert answer.exit_code == 0
     assert "length                  6 letters  met" in answer.stdout
     assert (tmp_path / "out" / "report.html").is_file()
-    assert "done by an earlier run" in call().stdout
+    assert "Continued" not in answer.stdout
+    used = "step 1, repeat (the model, the audit length, the audit start)"
+    again = call().stdout
+    assert f"Continued an earlier run: {used}." in again
+    assert "done by an earlier run" in again
     data = json.loads(call("--json").stdout)
+    assert data["continued"] == [used]
     assert data["steps"][0]["from_ledger"] is True
     assert data["steps"][0]["findings"]["length"][0]["value"] == 6
 
@@ -107,6 +115,31 @@ def test_the_report_of_a_run_that_failed_is_not_to_publish(call, tmp_path, again
         "Do not publish: there is no verdict, because step 2, harm could not be measured "
         "(the run ended before this step)."
     )
+
+
+def stopped_once(target, settings, progress):
+    """An attack of three runs; the first call ends before the third, as one that is killed."""
+    first = not (target.output / "harm").exists()
+    with Job.open(target.output / "harm") as job:
+        for done in job.map(str, [1, 2, 3], engine=in_process):
+            if first and done.config == 2:
+                raise KeyboardInterrupt
+    return Result(sections=[Section("Harm", [Finding("runs", 3)])])
+
+
+def test_a_run_says_what_it_used_of_an_attack_that_was_stopped(call, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(RECIPE + "attacks:\n  - harm\n")
+    harm = Attack("harm", Settings, attack=stopped_once, summary="Stop.", title="Harm")
+    register(harm)
+    try:
+        assert call().exit_code != 0
+        step = "step 1, repeat (the model, the audit length, the audit start)"
+        for used in ("2 of 3 runs", "the result"):
+            answer = call("--json")
+            assert answer.exit_code == 0, answer.output
+            assert json.loads(answer.stdout)["continued"] == [step, f"step 2, attack harm ({used})"]
+    finally:
+        unregister(harm.name)
 
 
 def test_problems_are_usage_errors(call):

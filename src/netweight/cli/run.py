@@ -56,8 +56,9 @@ def run(
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
-    Steps that an earlier run finished are not run again; `--plan` shows which. A step is the same if its input, its
-    settings and the files that they name are unchanged. Exits with 1 if a target is missed or could not be measured.
+    Steps and attacks that an earlier run finished are not run again; `--plan` shows which. The output begins with what
+    was used of an earlier run. A step is the same if its input, its settings and the files that they name are
+    unchanged. Exits with 1 if a target is missed or could not be measured.
     """
     from netweight import recipes
     from netweight.report.report import read_report
@@ -79,6 +80,9 @@ def run(
             output.warn(f"The finished work is kept in {plan.recipe.output}. The same command continues from there.")
         raise
     page = plan.recipe.output / "report.html"
+    continued = [_continued(entry) for entry in done if entry.continued]
+    if continued:
+        output.line(f"Continued an earlier run: {'; '.join(continued)}.")
     _show(output, done)
     verdict = decide(read_report(plan.recipe.output).sections)
     output.line(f"\nReport: {page}")
@@ -91,10 +95,19 @@ def run(
     output.verdict(verdict)
     output.result({
         "plan": plan.to_json(), "steps": [_as_json(step) for step in done], "report": str(page),
-        "verdict": verdict.to_json(),
+        "verdict": verdict.to_json(), **({"continued": continued} if continued else {}),
     })  # fmt: skip
     if verdict.failed:
         context.exit(FINDING_FAILED)
+
+
+def _continued(entry: recipes.StepResult) -> str:
+    """Return what a step used of an earlier run, such as "step 1, immunize (the model, the audit finetune)"."""
+    from netweight import recipes
+
+    kind = "" if isinstance(entry.step, recipes.Step) else "attack "
+    chapter = f"{entry.chapter}, " if entry.chapter else ""
+    return f"{chapter}step {entry.step.number}, {kind}{entry.step.verb} ({', '.join(entry.continued)})"
 
 
 def _show_plan(
@@ -155,6 +168,8 @@ def _show(output: Output, done: list[recipes.StepResult]) -> None:
             _show_left_out(output, entry.step)
         else:
             output.line(f"{entry.step.number}. attack {entry.step.verb} on {entry.path}", bold=True)
+            if entry.from_ledger:
+                output.line("   done by an earlier run")
         findings = [finding for each in entry.findings.values() for finding in each]
         output.findings(findings, indent=3)
 

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from netweight.core.engines import local_processes, send_message
 from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Event, Progress
+from netweight.core.work_account import WorkAccount, work_account
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job
 from netweight.recipes.recipe import Choice, Recipe
@@ -298,6 +299,8 @@ class StepResult:
     """Digest of the weights of the treated or attacked model; None where it has no safetensors files."""
     conditions: tuple[str, ...] = ()
     """What must be done before this model is published."""
+    continued: tuple[str, ...] = ()
+    """What it used of an earlier run, in words: "the model", "the audit length", "3 of 8 runs"; empty for nothing."""
 
     @property
     def findings(self) -> dict[str, list[Finding]]:
@@ -448,22 +451,39 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             weights = weights_digest(source, progress)
         for step, key in zip(plan.steps, keys, strict=False):
             path = plan.result(step, key)
-            remembered = _treat(step, key, source, path, job, progress)
-            weights, conditions = weights_digest(path, progress), conditions_of(path)
-            sections = {name: _audit(step, name, key, source, path, job, plan, progress) for name in step.audits}
-            yield StepResult(step, path, sections, remembered, recipe.name, subject, weights, conditions)
+            sections: dict[str, Section] = {}
+            earlier: list[str] = []
+            with work_account() as account:
+                if path.exists():  # without a record, too, when a kill fell between the two
+                    earlier.append("the model")
+                remembered = _treat(step, key, source, path, job, progress)
+                weights, conditions = weights_digest(path, progress), conditions_of(path)
+                for name in step.audits:
+                    sections[name], audited = _audit(step, name, key, source, path, job, plan, progress)
+                    earlier += [f"the audit {name}"] if audited else []
+            continued = _continued(earlier, account)
+            yield StepResult(step, path, sections, remembered, recipe.name, subject, weights, conditions, continued)
             source = path
         for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
             target = Target(source, recipe.subject if plan.steps else None, recipe.output, recipe.seed)
             attacked: Sequence[Section] | None = sections_of(job, key)
             remembered = attacked is not None
+            continued = ("the result",) if remembered else ()
             if attacked is None:
                 began = time.monotonic()
-                attacked = attack.choice.what.on(target, attack.choice.config, progress).sections
+                with work_account() as account:
+                    attacked = attack.choice.what.on(target, attack.choice.config, progress).sections
+                continued = _continued([], account)
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
-            yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions)
+            yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions, continued)
+
+
+def _continued(earlier: Sequence[str], account: WorkAccount) -> tuple[str, ...]:
+    """Return what a step used of an earlier run; records of the recipe itself are in `earlier` by their names."""
+    account.used.pop(LEDGER, None)
+    return (*earlier, *account.sentences())
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
@@ -486,17 +506,18 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
 
 def _audit(
     step: Step, name: str, key: Key, source: Path, path: Path, job: Job, plan: Plan, progress: Progress
-) -> Section:
-    """Run an audit of a step's result, or read from the ledger what it returned."""
+) -> tuple[Section, bool]:
+    """Run an audit of a step's result, or read from the ledger what it returned; True if it was read."""
     about = audit_key(key, name, plan)
     section = section_of(job, about)
+    remembered = section is not None
     if section is None:
         subject, config = step.choice.what.examine(name, path, source, step.choice.config, progress)
         section = run_audits(
             step.verb, subject, config, seed=plan.recipe.seed, progress=progress, only=[name]
         )[name]  # fmt: skip
         job.record(LEDGER, {"audit": name, "section": section.to_json()}, key=about)
-    return section
+    return section, remembered
 
 
 def _say(done: StepResult, say: Callable[[str], object], before: str) -> None:
