@@ -25,7 +25,7 @@ SMALL = (
 @pytest.fixture
 def call(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = SHIPPED.read_text().replace("{method: hyperfl, clients: 20, rounds: 20}", SMALL)
+    text = SHIPPED.read_text().replace("{method: fedavg, clients: 20, rounds: 20}", SMALL)
     assert SMALL in text
 
     def called(*arguments, change=("", "")):

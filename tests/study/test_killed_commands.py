@@ -62,7 +62,7 @@ attacks:
       max_steps: 8, check_every: 2, threshold: 0.5}
 """
 
-_FEDERATION = "--clients 5 --rounds 4 --epochs 1 --model tiny_networks:halves"
+_FEDERATION = "--method hyperfl --clients 5 --rounds 4 --epochs 1 --model tiny_networks:halves"
 _SEARCH = "--steps 2 --draws 2 --restarts 1 --images 2 --guidance 1 --generation-steps 2 --threshold 1"
 _ATTACK = "--grid quick --lr 3e-3 --seeds 1 --max-steps 8 --check-every 2 --batch-size 8"
 # Name → the command, and the folder among the inputs as a copy of which its `{out}` begins.

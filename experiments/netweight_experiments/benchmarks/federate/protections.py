@@ -66,7 +66,7 @@ ROWS = (
 
 def attacked(data, changes, threat, images, seed):
     """Attack the first round under a protection; return what it gives away, as JSON."""
-    plan = FederationPlan(data=data, **changes)
+    plan = FederationPlan(data=data, **{"method": "hyperfl", **changes})
     task = plan.task()
     method = plan.make_method(task)
     private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
@@ -137,7 +137,7 @@ class Summed:
 
 def run(arm, rounds, work):
     """Train one arm; return its curve in percent and how many updates were missing."""
-    plan = FederationPlan(data="fashion-mnist", rounds=rounds, evaluate_every=5, **ARMS[arm])
+    plan = FederationPlan(data="fashion-mnist", method="hyperfl", rounds=rounds, evaluate_every=5, **ARMS[arm])
     task = plan.task()
     method = plan.make_method(task)
     if arm.startswith("secure sums"):

@@ -316,7 +316,8 @@ def label_of_one(gradient: Tensor) -> int:
     if len(labels) != 1:
         raise UsageError(
             f"{len(labels)} classes have the sign of a label; the gradient of one image has exactly one.",
-            cure="Use label_counts for a batch; negate a difference of parameters, which points against the gradient.",
+            cure="Use label_counts for a batch. A difference of parameters points against the gradient: negate it. "
+            "In a command, give --sent difference and --lr, or --labels.",
         )
     return int(labels[0])
 
@@ -372,7 +373,8 @@ def _last_bias(observed: Tensors) -> str:
         if name.endswith("bias") and weight is not None and weight.ndim == 2 and 1 < len(bias) == len(weight):
             return name
     raise NameNotFound(
-        "The update contains no bias of a last linear layer, from which labels could be read.", cure="Give the labels."
+        "The update contains no bias of a last linear layer, from which labels could be read.",
+        cure="Give the labels (--labels).",
     )
 
 
@@ -381,7 +383,7 @@ def _alignment(weight_gradient: Tensor) -> Tensor:
     if weight_gradient.ndim != 2 or len(weight_gradient) < 3:
         raise UsageError(
             f"A weight gradient of shape {tuple(weight_gradient.shape)} does not determine the label.",
-            cure="Give a matrix of at least three classes, or the gradient of the bias.",
+            cure="Give a matrix of at least three classes, the gradient of the bias, or the labels (--labels).",
         )
     # For the label, |p - 1| equals the sum of p over all other classes, so its row is the longest.
     longest = weight_gradient[weight_gradient.norm(dim=1).argmax()]

@@ -27,7 +27,8 @@ def chosen_tensors(observed: Tensors, patterns: str | tuple[str, ...] | None, im
             raise UsageError(f"The observed tensor {name!r} has shape {shape}; the client would send {sent}.")
         if not observed[name].isfinite().all():
             raise UsageError(
-                f"The observed tensor {name!r} contains NaN or infinity.", cure="Leave it out by a pattern."
+                f"The observed tensor {name!r} contains NaN or infinity.",
+                cure="Leave it out of the update's file, or in Python out of the observed tensors.",
             )
     return {name: observed[name].detach().to(imitated[name]) for name in names}
 

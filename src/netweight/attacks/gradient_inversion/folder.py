@@ -106,17 +106,23 @@ def _model(where: str, params: Path | None) -> nn.Module:
     with running(f"The model {where!r}"):
         model = made() if callable(made) and not isinstance(made, nn.Module) else made
     if not isinstance(model, nn.Module):
-        raise UsageError(f"--model {where!r} is neither a torch module nor a function that returns one.")
+        raise UsageError(
+            f"--model {where!r} is neither a torch module nor a function that returns one.",
+            cure="Name one of them: --model MODULE:NAME.",
+        )
     if params is not None:
         try:
             loaded = model.load_state_dict(_tensors(params), strict=False)
         except RuntimeError as error:
-            raise UsageError(f"{params} does not fit the model: {error}.") from error
+            raise UsageError(
+                f"{params} does not fit the model: {error}.",
+                cure="Give as --params the weights that the client started from, saved from the same --model.",
+            ) from error
         missing = sorted(set(loaded.missing_keys) - {name for name, _ in model.named_buffers()})
         if missing or loaded.unexpected_keys:
             raise UsageError(
                 f"{params} does not fit the model: missing {missing}, not in the model {loaded.unexpected_keys}.",
-                cure="Save the parameters that the client started from, or its state dict.",
+                cure="Give as --params the weights that the client started from, all of them or a state dict.",
             )
     return model
 
@@ -131,7 +137,8 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
     # The model of a user may raise anything.
     except Exception as error:
         raise UsageError(
-            f"The model does not take images of shape {shape}: {error}.", cure="Give the shape that it was made for."
+            f"The model does not take images of shape {shape}: {error}.",
+            cure="Give the shape that it was made for (--shape N,C,H,W).",
         ) from error
 
 

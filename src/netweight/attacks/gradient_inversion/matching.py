@@ -482,7 +482,10 @@ def dlg(
     """
     config = config or DLGConfig()
     if (labels is None) == (classes is None):
-        raise UsageError("DLG takes the labels, or the number of classes to find them.", cure="Give one of the two.")
+        raise UsageError(
+            "DLG takes the labels, or the number of classes to find them.",
+            cure="Give one of the two (--labels or --classes).",
+        )
     starts = starting_points(params, shape, config.restarts, seed)
     scores = [
         torch.randn((shape[0], classes or 0), generator=seeds.torch_generator(seed, "labels", restart)).to(starts)
@@ -591,8 +594,16 @@ def _check(name: Name, settings: dict[str, object], labels: Tensor | None) -> No
     owners = {"layer": "first-layer", "classes": "dlg", "total_variation": "ig"}
     for setting, value in settings.items():
         if value is not None and owners[setting] != name:
-            raise UsageError(f"The setting {setting!r} belongs to the attack {owners[setting]!r}, not {name!r}.")
+            raise UsageError(
+                f"The setting {setting!r} belongs to the attack {owners[setting]!r}, not {name!r}.",
+                cure=f"Leave it out (--{setting.replace('_', '-')}), or choose --attack {owners[setting]}.",
+            )
     if name == "first-layer" and settings["layer"] is None:
-        raise UsageError("The attack 'first-layer' needs the name of the layer.", cure='Give it, such as "fc1".')
+        raise UsageError(
+            "The attack 'first-layer' needs the name of the layer.", cure='Give it, such as "fc1" (--layer fc1).'
+        )
     if name == "dlg" and (labels is None) == (settings["classes"] is None):
-        raise UsageError("The attack 'dlg' needs the labels or the number of classes.", cure="Give one of the two.")
+        raise UsageError(
+            "The attack 'dlg' needs the labels or the number of classes, not both.",
+            cure="Give one of the two (--labels or --classes).",
+        )

@@ -226,7 +226,7 @@ def noise_multiplier(epsilon: float, delta: float, *, n: int, batch_size: int, e
     except ValueError as error:
         raise UsageError(
             f"No noise keeps {steps} steps at rate {rate:.4g} within epsilon {epsilon}, delta {delta}: {error}",
-            cure="Allow a larger epsilon, or train for fewer epochs.",
+            cure="Allow a larger epsilon, or train for fewer epochs (in a command: --epsilon, --epochs, --rounds).",
         ) from error
     return noise
 
@@ -295,7 +295,7 @@ def check_delta(delta: float, n: int) -> None:
     if delta >= 1 / n:
         raise UsageError(
             f"With {n} examples, a delta of {delta} would allow one of them to be published outright.",
-            cure=f"Give a delta well below {1 / n:.2g}.",
+            cure=f"Give a delta well below {1 / n:.2g} (in a command: --delta).",
         )
 
 

@@ -65,7 +65,13 @@ def entry_of(name: str) -> Entry:
     return METHODS[name]
 
 
-def named_method(name: str, *, training: LocalTraining | None = None, noise_multiplier: float | None = None) -> Method:
+def named_method(
+    name: str,
+    *,
+    training: LocalTraining | None = None,
+    noise_multiplier: float | None = None,
+    clip: float | None = None,
+) -> Method:
     """Make a method by the name that commands and tables use.
 
     Args:
@@ -73,21 +79,26 @@ def named_method(name: str, *, training: LocalTraining | None = None, noise_mult
         training: Local training; the method's own by default.
         noise_multiplier: Noise of a differentially private method, which
             `accounting.noise_multiplier_for_all` computes from a budget; for no other.
+        clip: Norm to which a differentially private method clips the gradient of each example; its default if None,
+            and for no other method.
 
     Raises:
         NameNotFound: There is no such method.
-        UsageError: Noise is missing, or given to a method that adds none.
+        UsageError: Noise is missing, or noise or a norm is given to a method that adds none.
     """
     entry = entry_of(name)
     if entry.private and noise_multiplier is None:
         raise UsageError(
             f"{name} is differentially private and needs noise.",
-            cure="Give a noise multiplier; `accounting.noise_multiplier_for_all` turns an ε into one.",
+            cure="Give noise_multiplier; `accounting.noise_multiplier_for_all` computes it for an ε. In a Flower app, "
+            "give `apps` a function that makes the method, such as dp_fedavg(noise_multiplier=9.1).",
         )
-    if not entry.private and noise_multiplier is not None:
-        raise UsageError(f"{name} adds no noise.", cure="Leave the noise multiplier out, or choose a private method.")
+    if not entry.private and (noise_multiplier is not None or clip is not None):
+        raise UsageError(
+            f"{name} adds no noise to gradients.", cure="Leave out noise_multiplier and clip, or choose dp-fedavg."
+        )
     training = training or entry.training
-    given = {"training": training, "noise_multiplier": noise_multiplier}
+    given = {"training": training, "noise_multiplier": noise_multiplier, "clip": clip}
     make = pkgutil.resolve_name(f"netweight.methods.federate.algorithms.{entry.home}")
     method: Method = make(**entry.fixed, **{key: value for key, value in given.items() if value is not None})
     return method

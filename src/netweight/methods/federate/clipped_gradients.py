@@ -119,13 +119,15 @@ def refuse_mixing_layers(model: LocalModel) -> None:
                 raise Unsupported(
                     f"The {half}'s layer {name or type(layer).__name__!r} ({type(layer).__name__}) mixes the examples "
                     "of a batch, so that no example has a gradient of its own to clip.",
-                    cure="Use GroupNorm or LayerNorm, or train this half without differential privacy.",
+                    cure="Use a network with GroupNorm or LayerNorm, or a method without differential privacy, such as "
+                    "fedavg (--method fedavg).",
                 )
         from_data = [name for name in model.habits.from_data if name.startswith(f"{half}.")]
         if module.training and from_data:
             raise Unsupported(
                 f"The buffer {from_data[0]!r} is computed from the examples of a batch without noise: no ε holds.",
-                cure="Leave the layer out, or train this half without differential privacy.",
+                cure="Leave the layer out of the network, or use a method without differential privacy, such as fedavg "
+                "(--method fedavg).",
             )
 
 

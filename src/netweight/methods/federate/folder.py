@@ -32,15 +32,17 @@ PLAN_FILE = "federation.json"
 REFERENCE_SPLIT = 2022
 # ε of dp-fedavg where none is given, as in the HyperFL paper.
 DEFAULT_EPSILON = 4.0
+# Norm to which an update is clipped where noise is added and no norm is given.
+_UPDATE_CLIP = 1.0
 
 
 class _Clients(Settings):
     """Settings of the clients and of the partition of data."""
 
     method: str = Field(
-        default="hyperfl",
-        description="Federated learning method: hyperfl, hyperfl-body, hyperfl-whole, fedavg, fedavg-private-head, "
-        "fedrep, fedprox, ditto, fedbn, scaffold, local (each client alone), pfedhn, pfedhn-pc, dp-fedavg, centaur or "
+        default="fedavg",
+        description="Federated learning method: fedavg, fedavg-private-head, fedrep, fedprox, ditto, fedbn, scaffold, "
+        "hyperfl, hyperfl-body, hyperfl-whole, pfedhn, pfedhn-pc, local (each client alone), dp-fedavg, centaur or "
         "ppsgd. The page on federated learning compares them.",
     )
     clients: int = Field(default=20, ge=1, description="Number of clients.")
@@ -108,7 +110,11 @@ class _Request(Federation, _Clients):
         ge=0,
         description="Standard deviation of the noise that clients add to their updates, as a multiple of --clip.",
     )
-    clip: float = Field(default=1.0, gt=0, description="Norm to which an update is clipped before noise is added.")
+    clip: float | None = Field(
+        default=None, gt=0,
+        description="Norm to which a client clips before it adds noise: with dp-fedavg, centaur and ppsgd the gradient "
+        "of each example (by default 0.04), with --noise the whole update (by default 1).",
+    )  # fmt: skip
     minimum_steps: int = Field(default=1, ge=1, description="Fewest local steps that a client agrees to train.")
     refuse: bool = Field(default=False, description="Let clients reject a hypernetwork with abnormal weights.")
     statistics: Literal["client", "averaged"] = Field(
@@ -149,6 +155,16 @@ class _Request(Federation, _Clients):
                 f"No ε holds for {self.method}: its head learns from the same examples without noise and steers the "
                 "body.",
                 cure="Use --method dp-fedavg with --epsilon, or give the noise itself, --noise-multiplier 8.",
+            )
+        if self.clip is not None and not entry.private and not self.noise:
+            raise UsageError(
+                f"{self.method} without --noise clips nothing, so --clip has no effect.",
+                cure="Leave --clip out, add --noise, or use --method dp-fedavg.",
+            )
+        if self.clip is not None and entry.private and self.noise:
+            raise UsageError(
+                f"{self.method} clips the gradients of examples and --noise clips updates; --clip could mean either.",
+                cure="Leave out --clip, so that each has its default, or leave out --noise.",
             )
 
 
@@ -325,13 +341,17 @@ class FederationPlan(_Request):
             noise = noise_for_task(
                 task, self.budget, self.delta, batch_size=self.batch_size, epochs=self.epochs * self.rounds
             )
-        method = named_method(self.method, training=self.training(), noise_multiplier=noise)
+        method = named_method(
+            self.method, training=self.training(), noise_multiplier=noise,
+            clip=self.clip if entry_of(self.method).private else None,
+        )  # fmt: skip
         if self.statistics == "averaged":
             from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
 
             method = AveragedStatistics(method)
         if self.noise or self.refuse or self.minimum_steps > 1:
-            added = UpdateNoise(self.clip, self.noise) if self.noise else None
+            # A clip beside a private method is refused, so that here it is that of the update.
+            added = UpdateNoise(self.clip or _UPDATE_CLIP, self.noise) if self.noise else None
             method = HardenedMethod(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
         if self.lie is None:
             return method

@@ -31,7 +31,7 @@ def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: 
     """
     method = run.method
     if not isinstance(method, HyperFL):
-        raise UsageError(f"{method.name!r} shares no hypernetwork.", cure="Train the federation by hyperfl.")
+        raise UsageError(f"{method.name!r} shares no hypernetwork.", cure="Train the federation with --method hyperfl.")
     task = Task(run.task.body, run.task.head, {0: data}, run.task.loss, run.task.augment)
     private = method.private_start(task, 0, seed=seed)
     model, training = LocalModel(task), method.training

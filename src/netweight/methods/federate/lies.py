@@ -168,7 +168,7 @@ def _planted(data: ClientData) -> ClientData:
     """Half of the examples once more, with the trigger and the backdoor's label."""
     inputs, labels = data.train
     if not inputs.is_floating_point():
-        raise UsageError("A backdoor needs inputs that are images or numbers.", cure="Choose another lie.")
+        raise UsageError("A backdoor needs inputs that are images or numbers.", cure="Choose another --lie.")
     marked = torch.full_like(labels[::2], TARGET)
     return replace(data, train=(torch.cat([inputs, triggered(inputs[::2])]), torch.cat([labels, marked])))
 

@@ -265,7 +265,8 @@ class Stream:
             raise UsageError(
                 f"Client {client.number} would train on batches of a single example, and this network normalizes over "
                 "the batch.",
-                cure="Use a batch size of at least 2 and clients with at least 2 examples, or GroupNorm or LayerNorm.",
+                cure="Use a batch size of at least 2 (--batch-size) and clients with at least 2 examples, or a network "
+                "with GroupNorm or LayerNorm.",
             )
         if sampling == "poisson":
             self.indices = poisson_batches(len(inputs), batch_size, epochs, client.seed)
@@ -397,7 +398,7 @@ def together(
     if any(state.buffers for state in states):
         raise Unsupported(
             "Buffers of layers, such as running statistics, cannot change when clients run together.",
-            cure="Train on the CPU, or use layers without running statistics, such as GroupNorm.",
+            cure="Train on the CPU (--device cpu), or use layers without running statistics, such as GroupNorm.",
         )
     inputs, targets, weights = _padded(batches)
 

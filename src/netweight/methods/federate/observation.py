@@ -193,7 +193,10 @@ def _averaged(method: Method, task: Task, model: LocalModel, client: Client, ans
 def _small_task(task: Task, client: int, held: int, draw: int, seed: int) -> Task:
     data = task.client(client)
     if held > data.n:
-        raise UsageError(f"Client {client} has {data.n} examples, not {held}.", cure="Ask for fewer.")
+        raise UsageError(
+            f"Client {client} has {data.n} examples, not {held}.",
+            cure=f"Attack batches of at most {data.n} examples (in a command: --threat {data.n}x1).",
+        )
     generator = seeds.torch_generator(seed, "examples", client, draw)
     chosen = torch.randperm(data.n, generator=generator)[:held]
     small = ClientData((data.train[0][chosen], data.train[1][chosen]), data.test)

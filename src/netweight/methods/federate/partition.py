@@ -75,7 +75,7 @@ def dirichlet(
             return [part.sort().values for part in parts]
     raise UsageError(
         f"Of {_MOST_DRAWS} partitions with alpha {alpha} none gave all {clients} clients {minimum} samples.",
-        cure="Use a larger alpha, fewer clients, or a smaller minimum.",
+        cure="Give a larger --alpha or fewer --clients, or in Python a smaller minimum.",
     )
 
 

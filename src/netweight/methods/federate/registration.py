@@ -21,7 +21,7 @@ SERVER: Attack[Any] = Attack(
 )
 
 COMMANDS: tuple[Entry, ...] = (
-    Group("federate", "Train a personalized model across clients, and audit what a server could see of their data."),
+    Group("federate", "Train a model across clients, and audit what a server could see of their data."),
     Method(
         "federate run",
         lazy("netweight.methods.federate.folder:FolderFederation"),
@@ -34,7 +34,7 @@ COMMANDS: tuple[Entry, ...] = (
         "`netweight federate audit` attacks more. Nothing is downloaded for the default data, scikit-learn's "
         "handwritten digits. The same command resumes a run that was stopped. The same methods run under Flower, with "
         "clients on other machines.",
-        example="netweight federate run --method hyperfl --clients 20 --rounds 20 --out federation",
+        example="netweight federate run --method fedavg --clients 20 --rounds 20 --out federation",
         arguments=(
             Argument(
                 "source", "text", "A data set by name, or a folder with a subfolder of images for each class.",

@@ -98,7 +98,7 @@ class Rounds:
             raise UsageError(
                 f"A round needs {settings.min_clients} valid updates (min_clients) and asks {sampled} of "
                 f"{len(self.clients)} clients.",
-                cure=f"Give min_clients {sampled} or less.",
+                cure=f"Give min_clients {sampled} or less (in a Flower app the setting min-clients).",
             )
 
     @property

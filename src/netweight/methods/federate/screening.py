@@ -55,7 +55,8 @@ def screen(
     if not alike and aggregator.compares_values:
         raise UsageError(
             f"Each client receives other tensors, so that {AGGREGATORS.name_of(aggregator)} has nothing to compare.",
-            cure="Use the aggregator bounded-mean, clipped-mean or mean.",
+            cure="Use the aggregator bounded-mean, clipped-mean or mean (--aggregator; in a Flower app the setting "
+            "aggregator).",
         )
     suspects: dict[int, list[str]] = {one.client: [] for one in updates}
     weighed = _weighed(updates, settings, registered, suspects)

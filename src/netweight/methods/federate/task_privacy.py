@@ -114,7 +114,10 @@ def noise_for_task(task: Task, epsilon: float, delta: float, *, batch_size: int,
     low, high = least, 2 * least
     while not within(high):
         if high > 1e4 * least:
-            raise UsageError(f"No noise keeps ε at {epsilon} where clients have the same examples.", cure="Raise ε.")
+            raise UsageError(
+                f"No noise keeps ε at {epsilon} where clients have the same examples.",
+                cure="Allow a larger epsilon, or train for fewer epochs (in a command: --epsilon, --epochs, --rounds).",
+            )
         low, high = high, 2 * high
     while high > 1.01 * low:
         middle = (low + high) / 2

@@ -46,7 +46,10 @@ class ThreatModel:
     def __post_init__(self) -> None:
         """Check the values."""
         if min(self.batch_size, self.local_steps, self.summed_over, self.queries) < 1 or (self.examples or 1) < 1:
-            raise UsageError(f"There is no such threat model: {self}.", cure="Use numbers of at least 1.")
+            raise UsageError(
+                f"There is no such threat model: {self}.",
+                cure="Use numbers of at least 1 (in a command: --threat BATCHxSTEPS[xCLIENTS]).",
+            )
 
     @property
     def client_examples(self) -> int:
@@ -75,7 +78,7 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
         raise UsageError(
             f"{threat.local_steps} steps of {threat.batch_size} are not whole passes over "
             f"{threat.client_examples} examples.",
-            cure=f"Ask for a multiple of {per_epoch} steps.",
+            cure=f"Ask for a multiple of {per_epoch} steps (in a command: --threat {threat.batch_size}x{per_epoch}).",
         )
     training = getattr(method, "training", None)
     if not isinstance(training, LocalTraining):

@@ -183,12 +183,12 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
             name = AGGREGATORS.name_of(settings.aggregator)
             raise UsageError(
                 f"The aggregator {name} compares single updates, which a secure sum hides.",
-                cure="Use mean, or three groups.",
+                cure="Set aggregator='mean', or sums=3 or more.",
             )
         if len(trial.messages) > _MOST:
             raise UsageError(
                 f"A sum over {len(trial.messages)} clients could overflow its integers; up to {_MOST} can be summed.",
-                cure="Ask fewer clients in a round: lower `fraction`.",
+                cure=f"Ask at most {_MOST} clients in a round: give server_app a Federation with a smaller `fraction`.",
             )
         # A weight is what the client said before any sum, and no more than the bound: one that says more takes no part.
         weights = over.nodes.examples

@@ -103,7 +103,10 @@ def server_app(
         federation: Federation = chosen(settings, context)
         place = Path(folder(context) if callable(folder) else folder)
         if not place.is_absolute():
-            raise UsageError(f"The server's folder {place} is not absolute.", cure="Give an absolute path.")
+            raise UsageError(
+                f"The server's folder {str(place)!r} is not an absolute path.",
+                cure="Give one, such as --run-config \"folder='/var/lib/federation'\".",
+            )
         chosen_method, task = chosen(method, context), task_of(context)
         seconds, waits = chosen(timeout, context), chosen(patience, context)
         key = run_key(task, chosen_method, federation, list(task.clients), may_change=_MAY_CHANGE)
