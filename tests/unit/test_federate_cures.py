@@ -1,4 +1,4 @@
-"""Cures of federated learning and of gradient inversion name options that their commands have, and options that work."""
+"""Cures of federated learning and gradient inversion name options that their commands have; a clip does what it says."""
 
 import ast
 import re
