@@ -1,4 +1,4 @@
-"""Cures of federated learning and gradient inversion name options that their commands have; a clip does what it says."""
+"""Cures of federated learning and gradient inversion name options that their commands have; a clip has its effect."""
 
 import ast
 import re
