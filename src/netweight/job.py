@@ -337,7 +337,7 @@ class Job:
         overwrite: bool | None = False,
         folder: Path | None = None,
     ) -> Iterator[Job]:
-        """Open the job that makes a folder: it lies beside it as `.NAME.netweight-work`, and ends with `publish`.
+        """Open the job that makes a folder. Its own folder is `.NAME.netweight-work` beside it; it ends with `publish`.
 
         Args:
             destination: The folder to be made.

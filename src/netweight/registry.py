@@ -123,7 +123,7 @@ class Result:
     warnings: Sequence[str] = ()
     """Sentences that a reader must not miss."""
     next: Sequence[str] = ()
-    """Command lines to go on with, as `shell_line` writes them."""
+    """Command lines for the next steps, as `shell_line` writes them."""
     shown: bool = False
     """True if the lines show the findings already."""
 

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_and_belongs_to_one_piece_of_work(tmp_path):
         open_checkpoint(path, {"of": "play"}, refusal="is another's"),
     ):
         pass
-    with pytest.raises(UsageError, match="holds other work"), open_checkpoint(path, {"whose": None, "of": "x"}):
+    with pytest.raises(UsageError, match="contains other work"), open_checkpoint(path, {"whose": None, "of": "x"}):
         pass
     with StoreWriter(tmp_path / "weights.safetensors") as writer:
         writer.add("weight", torch.zeros(2))

@@ -109,7 +109,7 @@ def test_verdicts_never_say_erased_and_look_at_controls():
     assert "6 of 6 brought back, half of them by step 10" in verdict(whole, "plain")[1]
     assert "none of 6 brought back, survived searches of 80 steps" in verdict(whole, "plain")[1]
     assert "2 of 6 brought back, fewer than half" in verdict(whole, "robust")[1]
-    assert verdict(whole, "robust")[1].endswith("Strongest: noise, 2 of 6.")
+    assert verdict(whole, "robust")[1].endswith("Strongest start: noise, which succeeds in 2 of 6 runs.")
     painting = Comparison(
         tuple([run("m", "a", 0, True, 20, None), run("m", "b", 0, False, 40, None)]), SETTINGS, "correlation"
     )

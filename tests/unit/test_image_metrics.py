@@ -198,5 +198,5 @@ def test_png_files_hold_the_image(c, tmp_path):
     assert pixels.shape == ((16, 13) if c == 1 else (16, 13, 3))
     expected = (image.nan_to_num(0).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     assert (pixels.reshape(expected.shape) == expected).all()
-    with pytest.raises(UsageError, match="cannot hold an image"):
+    with pytest.raises(UsageError, match="cannot contain an image"):
         write_png(tmp_path / "b.png", image[:, :, 0])

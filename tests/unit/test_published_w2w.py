@@ -312,5 +312,5 @@ def test_what_is_wrong_with_a_published_space_is_said(tmp_path):
     with pytest.raises(UnsafeInput, match=r"V\.pt contains objects"):
         published_space(files)
     (files / "proj_12pc.pt").unlink()
-    with pytest.raises(UsageError, match="holds 0 files proj_"):
+    with pytest.raises(UsageError, match="contains 0 files proj_"):
         published_space(files)

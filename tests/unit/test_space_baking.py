@@ -73,7 +73,7 @@ def test_a_file_that_reads_back_otherwise_is_not_published(tmp_path, monkeypatch
 def test_values_that_fp16_does_not_hold_are_refused(tmp_path):
     llama().half().save_pretrained(tmp_path / "base")
     lora(tmp_path / "lora", 1e5)
-    with pytest.raises(UsageError, match=r"q_proj\.weight has values that F16 does not hold .*smaller weight"):
+    with pytest.raises(UsageError, match=r"q_proj\.weight has values that F16 cannot represent .*smaller weight"):
         bake_files(tmp_path / "base", [(tmp_path / "lora", 1.0)], tmp_path / "baked")
     assert not (tmp_path / "baked").exists()
 

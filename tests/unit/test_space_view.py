@@ -35,7 +35,7 @@ def test_a_png_holds_the_same_pixels(height, width, channels, seed, smooth):
 
 @pytest.mark.parametrize("pixels", [np.zeros((2, 2), np.uint8), np.zeros((2, 2, 3)), np.zeros((0, 2, 3), np.uint8)])
 def test_what_is_no_picture_makes_no_png(pixels):
-    with pytest.raises(UsageError, match="cannot hold pixels"):
+    with pytest.raises(UsageError, match="cannot contain pixels"):
         png_bytes(pixels)
 
 

@@ -145,7 +145,7 @@ def content_of(tensor: torch.Tensor | np.ndarray[Any, Any]) -> tuple[Bytes, str,
 
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "on the meta device" if tensor.is_meta else f"of layout {tensor.layout}"
-        raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor that holds its values.")
+        raise UsageError(f"A tensor {kind} has no plain bytes.", cure="Pass a dense tensor with its values.")
     name = dtype_name(tensor.dtype)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()

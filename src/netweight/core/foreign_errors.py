@@ -41,8 +41,8 @@ def opening(path: str | Path, what: str, *, cure: str) -> Iterator[None]:
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UnsafeInput(
-                f"{path} cannot be opened as {what}: it needs program code that lies beside its weights, which is "
-                "not run here.",
+                f"{path} cannot be opened as {what}: it needs program code beside its weights, and such code is not "
+                "run here.",
                 cure="Give a model of a family that the installed transformers or diffusers has itself, or install a "
                 "newer version that has it.",
             ) from error

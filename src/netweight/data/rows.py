@@ -172,7 +172,7 @@ def _public_set(source: str) -> Any:
             f"{source} has too many parts.", cure=f"Give {HUB}NAME:SPLIT or {HUB}NAME:CONFIGURATION:SPLIT."
         )
     if not all((name, *parts)):
-        raise UsageError(f"{source} names no data set.", cure=f"Give {HUB}NAME or {HUB}NAME:SPLIT.")
+        raise UsageError(f"{source} does not name a data set.", cure=f"Give {HUB}NAME or {HUB}NAME:SPLIT.")
     configuration, split = (parts[0], parts[1]) if len(parts) == 2 else (None, "".join(parts))
     datasets = library("datasets", "A named data set", "llm")
     try:
@@ -186,8 +186,8 @@ def _public_set(source: str) -> Any:
     except (OSError, ValueError) as error:
         raise UsageError(
             f"The data set {name!r} cannot be loaded: {str(error).rstrip('.')}.",
-            cure=f"Check the network, its name and its split, {HUB}NAME:SPLIT, and where it has several configurations "
-            f"also that: {HUB}NAME:CONFIGURATION:SPLIT.",
+            cure=f"Check the network, and the name and the split of the data set: {HUB}NAME:SPLIT. If it has several "
+            f"configurations, name one: {HUB}NAME:CONFIGURATION:SPLIT.",
         ) from error
 
 

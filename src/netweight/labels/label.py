@@ -126,7 +126,7 @@ class Label(_Part):
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Return the label that a JSON value holds.
+        """Return the label that a JSON value contains.
 
         Args:
             value: What `to_json` returned.

@@ -65,8 +65,8 @@ class CenteredPixels:
         """Return centered pixels, float64, shape `(n, 3 * pixels)`."""
         if self._where is not None and self._where.shape != images.shape[2:]:
             raise UsageError(
-                f"Images of {tuple(images.shape[2:])} pixels cannot be compared where a mask of "
-                f"{tuple(self._where.shape)} says.",
+                f"Images of {tuple(images.shape[2:])} pixels cannot be compared with a mask of "
+                f"{tuple(self._where.shape)} pixels.",
                 cure="Give a mask of the images' size.",
             )
         compared = images.double() if self._where is None else images.double()[:, :, self._where.to(images.device)]

@@ -398,7 +398,7 @@ def write_png(path: Path, image: Tensor) -> None:
     import torch
 
     if image.ndim != 3 or image.shape[0] not in (1, 3) or not image.numel():
-        raise UsageError(f"A PNG cannot hold an image of shape {tuple(image.shape)}.", cure="Give 1 or 3 channels.")
+        raise UsageError(f"A PNG cannot contain an image of shape {tuple(image.shape)}.", cure="Give 1 or 3 channels.")
     pixels = (image.detach().cpu().double().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
     with whole_file(path, overwrite=True) as file:
         file.write(png_bytes(pixels.permute(1, 2, 0).numpy()))
@@ -414,7 +414,7 @@ def png_bytes(pixels: NDArray[np.uint8]) -> bytes:
     """
     if pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size or pixels.dtype != np.uint8:
         raise UsageError(
-            f"A PNG cannot hold pixels of shape {pixels.shape} and type {pixels.dtype}.",
+            f"A PNG cannot contain pixels of shape {pixels.shape} and type {pixels.dtype}.",
             cure="Give uint8 of shape (h, w, 1) or (h, w, 3).",
         )
     height, width, channels = pixels.shape

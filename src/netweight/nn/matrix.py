@@ -74,7 +74,9 @@ class MatrixFile:
                 cure="Write a matrix of two dimensions, row by row, as float16, float32 or float64.",
             )
         if self.path.stat().st_size < self._offset + self._dtype.itemsize * shape[0] * shape[1]:
-            raise CorruptBlob(f"{path} is shorter than its header says: {shape[0]} × {shape[1]} numbers do not fit it.")
+            raise CorruptBlob(
+                f"{path} is shorter than its header states: {shape[0]} × {shape[1]} numbers do not fit it."
+            )
         self._start, self._stop, self._length = start, shape[0] if stop is None else stop, shape[1]
         if not 0 <= self._start < self._stop <= shape[0]:
             raise UsageError(f"{path} has {shape[0]} rows, so rows {start} to {stop} do not exist.")

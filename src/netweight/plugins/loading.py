@@ -159,7 +159,7 @@ class Weights:
         file = StoredFile(path)
         if file.description is None:
             raise UsageError(
-                f"{path} is not compressed, although the config.json of its folder says that it is.",
+                f"{path} is not compressed, although the config.json of its folder states that it is.",
                 cure="Compress the folder again, or remove quantization_config and "
                 "transformers_weights from its config.json.",
             )

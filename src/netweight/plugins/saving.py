@@ -68,7 +68,7 @@ def refuse_quantized(model: nn.Module, config: Any) -> None:
     if method is not None:
         raise Unsupported(
             f"This {type(model).__name__} is quantized by {method}, and some of its other weights are compressed: a "
-            "compressed folder cannot hold both.",
+            "compressed folder cannot contain both.",
             cure="Call netweight.decompress_(model) before save_pretrained.",
         )
 

@@ -35,7 +35,7 @@ def write_checkpoint(path: Path, about: Mapping[str, Any], tensors: Iterable[tup
 
 @contextmanager
 def open_checkpoint(
-    path: Path, same: Mapping[str, Any] | None = None, *, refusal: str = "holds other work"
+    path: Path, same: Mapping[str, Any] | None = None, *, refusal: str = "contains other work"
 ) -> Iterator[tuple[dict[str, Any], Store, list[str]]]:
     """Open a checkpoint.
 

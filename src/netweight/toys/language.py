@@ -120,7 +120,7 @@ def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
     state = {name: value.float() for name, value in load_file(file).items()}
     other = [name for name, value in model.state_dict().items() if name in state and state[name].shape != value.shape]
     if other or state.keys() != model.state_dict().keys():
-        raise UsageError(f"{file} holds a model of another shape.", cure="Name the folder of a model of this world.")
+        raise UsageError(f"{file} contains a model of another shape.", cure="Name the folder of a model of this world.")
     made = initialized(shape, 0)
     made.load_state_dict(state)
     return made

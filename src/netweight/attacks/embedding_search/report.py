@@ -115,7 +115,7 @@ def strongest(runs: Sequence[Run]) -> str:
     name = max(
         steps_by_start, key=lambda start: (len(steps_by_start[start]), -statistics.median(steps_by_start[start]))
     )
-    return f" Strongest: {name}, {len(steps_by_start[name])} of {len(runs)}."
+    return f" Strongest start: {name}, which succeeds in {len(steps_by_start[name])} of {len(runs)} runs."
 
 
 def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:

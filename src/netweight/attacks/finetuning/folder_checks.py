@@ -94,7 +94,7 @@ def _check_rows(settings: FolderAttack) -> None:
         if twins:
             raise UsageError(
                 f"{len(twins)} of {len(places)} rows of {file} are also in another file: {twins[0][0]} is "
-                f"{twins[0][1]}. A result on rows that were trained on says nothing about other rows.",
+                f"{twins[0][1]}. A result on rows of the training does not describe other rows.",
                 cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
         earlier |= places if other == "rejected" else {}

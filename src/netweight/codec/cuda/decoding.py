@@ -90,7 +90,9 @@ def layout_of(blob: Tensor) -> BlobLayout:
         fields = header.read_header(beginning, size=size)
     dtype = torch_dtype(fields.element.name)
     if fields.base_digest:
-        raise Unsupported("A blob that holds differences is decoded on the CPU.", cure="Decode it with its base first.")
+        raise Unsupported(
+            "A blob that contains differences can be decoded only on the CPU.", cure="Decode it with its base first."
+        )
     if fields.nbytes == 0:
         # This raises an error for a shape that torch refuses.
         empty_tensor(dtype, fields.shape)

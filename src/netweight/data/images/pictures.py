@@ -278,7 +278,7 @@ def _decode(
     with _naming(name):
         turned = operations.exif_transpose(picture)
     if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:
-        remarks.add("Rotated as their EXIF entry says", name)
+        remarks.add("Rotated as their EXIF entry states", name)
     picture = turned
     if picture.mode in _WIDE:
         picture = _narrowed(picture, name, depth, inverted, remarks)

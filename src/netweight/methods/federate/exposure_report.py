@@ -83,7 +83,7 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
         rows.append(
             (one.label, one.attack, *(mean_of(values) if values else None for values in measured), one.verdict[1])
         )
-    notes = ("The server knows model, settings and initial state; no label is used.",)
+    notes = ("The server knows the model, the settings and the initial state, and no label.",)
     return Table("What the server could have seen", columns, rows, notes)
 
 

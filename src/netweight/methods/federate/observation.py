@@ -98,7 +98,7 @@ def _in_sum(one: Observation, group: Sequence[Observation]) -> Observation:
 def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprint:
     """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
     if not any(name.endswith("heads.weight") for name in state):
-        raise Unsupported(f"The server of {run.method.name!r} sends no hypernetwork.")
+        raise Unsupported(f"The server of {run.method.name!r} does not send a hypernetwork.")
     public = torch.cat([run.task.client(number).test[0] for number in run.task.clients])
     bounds = (float(public.min()), float(public.max()))
     images, bodies = max(threat.client_examples, 2), rows_of_body(state, run.task.body_layout.size)

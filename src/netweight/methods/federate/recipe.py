@@ -96,7 +96,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         if any(part.endswith("heads.weight") for part in run.state):
             careful = replace(run, method=HardenedMethod(run.method, refusal=RefusalLimits()))
             lies = replace(summed, server="thresholds")
-            looks |= {lied: (run, lies, 1), f"{lied}, clients look": (careful, lies, 1)}
+            looks |= {lied: (run, lies, 1), f"{lied}, clients inspect it": (careful, lies, 1)}
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
     search = Search(peeling, MatchingConfig(steps=settings.search_steps))
     with progress.task("attacked updates", sum(count for _, _, count in looks.values()), unit="updates") as work:

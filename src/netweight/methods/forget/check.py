@@ -58,8 +58,8 @@ class EditCheck:
             more = f" {len(self.diverted)} prompts bring another memorized picture instead: {'; '.join(self.diverted)}."
         if never:
             more += (
-                f" {len(never)} of {count} did not come back before the edit either, so the check says nothing about "
-                "them."
+                f" {len(never)} of {count} did not come back before the edit either, so the check does not show "
+                "anything about them."
             )
         return first + more
 

@@ -272,7 +272,7 @@ def calibrate(
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
-    """Return how well scores tell memorized prompts from ordinary ones that the threshold has not seen."""
+    """Return how well scores distinguish memorized prompts from ordinary ones that the threshold was not set on."""
     if not memorized or not ordinary:
         raise UsageError("A ROC curve needs scores of memorized and of ordinary prompts.", cure="Give both.")
     thresholds = sorted({*memorized, *ordinary}, reverse=True)

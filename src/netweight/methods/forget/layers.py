@@ -74,7 +74,7 @@ def value_layers(denoiser: nn.Module, *, scope: Scope = "down+mid") -> dict[str,
         layers = {name: layer for name, layer in layers.items() if _stage(name) != _STAGES.index("up_blocks")}
     if everywhere and not layers:
         raise Unsupported(
-            f"The {type(denoiser).__name__} attends to text on the way up only.", cure='Look there: scope="all".'
+            f"The {type(denoiser).__name__} attends to text on the way up only.", cure='Search there: scope="all".'
         )
     if not layers and hasattr(denoiser, "context_embedder"):
         raise Unsupported(

@@ -224,7 +224,7 @@ class DetectionSubject:
 def detection(
     subject: DetectionSubject, config: object = None, *, seed: int = 0, progress: Progress = QUIET
 ) -> Section:
-    """Return how well noise differences, and Wen's norm beside them, tell memorized prompts from ordinary ones."""
+    """Return how well noise differences, and also Wen's norm, distinguish memorized prompts from ordinary ones."""
     counts = [
         f"{sum(each.similarity > subject.threshold.value for each in group)} of {len(group)}"
         for group in (subject.memorized, subject.ordinary)
@@ -351,7 +351,7 @@ def _recognized(subject: DetectionSubject) -> list[Finding]:
 
 
 def membership(subject: Membership, config: object = None, *, seed: int = 0, progress: Progress = QUIET) -> Section:
-    """Return whether the model's errors tell memorized pictures from others, before and after the edit."""
+    """Return whether the model's errors distinguish memorized pictures from others, before and after the edit."""
     findings = []
     for prompt, words in ((True, "their own prompts"), (False, "the empty prompt")):
         before, after = (subject.auc(edited=edited, prompt=prompt) for edited in (False, True))
@@ -361,7 +361,7 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
             baseline=two_sided(before), seeds=(seed,), detail={"AUC": after, "AUC before": before},
         ))  # fmt: skip
     worst_auc = max(float(each.value or 0) for each in findings)
-    verdict = "do not tell" if worst_auc <= _TWO_SIDED else "tell"
+    verdict = "do not distinguish" if worst_auc <= _TWO_SIDED else "distinguish"
     controls = (
         "pictures that were given as never trained on" if subject.own_controls else "rotated copies of the pictures"
     )
@@ -369,7 +369,9 @@ def membership(subject: Membership, config: object = None, *, seed: int = 0, pro
     if compared < _FEW_CONTROLS:
         few.append(f"The comparison has only {compared} other pictures: an area under the curve of so few is coarse.")
     if not subject.own_controls:
-        few.append("Rotated copies stand for pictures that were never trained on. Real ones are better: --controls.")
+        few.append(
+            "Rotated copies represent pictures that were never trained on. Pictures of your own are better: --controls."
+        )
     return Section(
         "Membership", findings, tables=[_errors_table(subject)], warnings=few,
         question="Do the model's errors show which pictures it was trained on, or made to forget?",

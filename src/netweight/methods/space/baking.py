@@ -493,9 +493,8 @@ class _Baking:
             return self._modules.packed[parameter]
         if stored[0] == stored[1]:
             raise UsageError(
-                f"{parameter} consists of square matrices, and no config beside {self._base.path} says whether "
-                f"their rows "
-                "are inputs or outputs.",
+                f"{parameter} consists of square matrices, and no config beside {self._base.path} states whether "
+                "their rows are inputs or outputs.",
                 cure="Name the model's folder, with its config.json.",
             )
         return stored != plan.parts[name].shape
@@ -595,7 +594,7 @@ def _refuse_overflow(info: TensorInfo, values: Tensor) -> None:
     if -limit <= float(low) and float(high) <= limit:
         return
     raise UsageError(
-        f"{info.file}: with the change, {info.name} has values that {info.dtype} does not hold "
+        f"{info.file}: with the change, {info.name} has values that {info.dtype} cannot represent "
         f"({float(low):g} to {float(high):g}; the largest is {limit:g}).",
         cure="Choose a smaller weight (LORA=0.5), or name a model in bf16 or fp32 without NaN.",
     )

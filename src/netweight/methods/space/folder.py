@@ -324,7 +324,7 @@ def view_folder(
         ]
     start = points_of(space, settings.start)
     if len(start.names) != 1:
-        raise UsageError(f"--start {settings.start} holds {len(start.names)} points.", cure="Name one of them.")
+        raise UsageError(f"--start {settings.start} contains {len(start.names)} points.", cure="Name one of them.")
     return build_view(
         load_text_to_image(settings.pipeline, device=settings.device), space, settings=rendering,
         title=f"{folder.name}: {len(space.names)} models as one space", directions=directions,

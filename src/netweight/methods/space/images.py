@@ -105,7 +105,7 @@ def attack(target: Target, settings: PointImages, progress: Progress) -> Section
     # Targets are for banks of a thousand models, and for more images than these.
     return Section(
         "Images", [replace(each, target=None) for each in findings], figures=figures,
-        question="What do points look like, and what do edits change?",
+        question="What do the models of the points generate, and what do edits change?",
         intro="Images of each point, from the same noise. Attributes are measured in the images. For the edits, "
         "training models are moved along a direction; the unit of a step is the distance of the farthest model.",
         conclusion=" ".join(words for _, words in conclusions), outcome=worst(outcome for outcome, _ in conclusions),

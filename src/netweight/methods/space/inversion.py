@@ -126,7 +126,7 @@ def _check_losses(losses: Tensor, count: int, step: int) -> None:
     if bad:
         raise TrainingStopped(
             f"The loss of target {', '.join(map(str, bad))} is not finite at step {step}: the inversion diverged.",
-            cure="Lower the learning rate, or move fewer components; look at the images if this is step 0.",
+            cure="Lower the learning rate, or move fewer components; if this is step 0, inspect the images.",
         )
 
 

@@ -142,7 +142,7 @@ def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name"
 def _model(path: Path, row: Row, key: str, numbers: Mapping[str, int], labeled: set[str]) -> str:
     """The model that a row is about, checked."""
     if row.values.get(key) is None:
-        raise UsageError(f"{path}, {row.where}, names no model.", cure=f"Give its name in the column {key!r}.")
+        raise UsageError(f"{path}, {row.where}, does not name a model.", cure=f"Give its name in the column {key!r}.")
     name = str(row.values[key]).strip()
     if name not in numbers:
         near = ", ".join(map(repr, nearest_names(name, numbers)))

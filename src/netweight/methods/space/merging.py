@@ -94,8 +94,8 @@ def _refuse_different_models(plans: Sequence[AdapterPlan]) -> None:
             )
         if (first.naming is None) != (plan.naming is None) and not set(first.parts) & set(plan.parts):
             raise UsageError(
-                f"{first.path} changes {min(first.parts)} and such, {plan.path} changes {min(plan.parts)} and "
-                "such: modules of different models.",
+                f"{first.path} changes modules such as {min(first.parts)}, and {plan.path} such as {min(plan.parts)}: "
+                "these belong to different models.",
                 cure="Merge adapters of one model.",
             )
 

@@ -573,7 +573,9 @@ class IngestSettings(Settings):
     select: Annotated[str | None, Cli(name="--modules", metavar="PATTERN")] = Field(
         default=None, description="Keep these modules only, as in unet.**.attn2.*."
     )
-    base: str | None = Field(default=None, description="The model that all were trained on, whatever their files say.")
+    base: str | None = Field(
+        default=None, description="The model on which all were trained, whatever their files state."
+    )
     convert: Annotated[int | None, Cli(metavar="RANK")] = Field(
         default=None, ge=1, description="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank."
     )

@@ -85,9 +85,9 @@ class BaseWeights:
         self._conversions = dict(conversions or {})
         self._stack = ExitStack()
         self.places: dict[str, list[Place]] = {}
-        """Parameter, with its component → where it lies: several places where several tensors make it up."""
+        """Parameter, with its component → its place in the files; several places if it consists of several tensors."""
         self.tensors: dict[str, tuple[Store, tuple[Piece, ...]]] = {}
-        """Tensor's name in the files, with the component's folder → its file, and the parameters that it holds."""
+        """Tensor's name in the files, with the component's folder → its file, and the parameters that it contains."""
         self.authors = False
         """True if the denoiser is in its authors' names."""
         self._names: dict[int, set[str]] = {}

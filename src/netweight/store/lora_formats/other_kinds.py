@@ -253,7 +253,7 @@ _KINDS = (
     (
         r"\.(qweight|wscales|smooth|proj_down|proj_up)$",
         "a model or LoRA in the packed layout of nunchaku",
-        "Fetch the LoRA that it was made of.",
+        "Fetch the LoRA from which it was made.",
     ),
     (r"^(ip_adapter|image_proj)\.", "an IP-Adapter, which adds layers", "Load it with load_ip_adapter of diffusers."),
 )

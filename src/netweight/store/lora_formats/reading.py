@@ -309,7 +309,7 @@ def _locate(
         )
     if bundled := [name for name in left_out if name.startswith("bundle_emb.")]:
         remarks.append(
-            f"Left out: {len(bundled)} bundled text embeddings ({bundled[0]} and such), which are not part of the LoRA."
+            f"Left out: {len(bundled)} bundled text embeddings (such as {bundled[0]}), which are not part of the LoRA."
         )
     return located, remarks, any(each is not None and each.kohya for each in apart.values())
 

@@ -110,7 +110,9 @@ def load_checkpoint(
             raise UsageError(f"{path} is not a checkpoint of training.", cure="Load model folders with their library.")
         about = json.loads(bytes(store.get(_ABOUT, check=True).numpy()))
         if optimizer is not None and about["optimizer"] is None:
-            raise UsageError(f"The checkpoint {path} contains no optimizer.", cure="Pass none, and start a new one.")
+            raise UsageError(
+                f"The checkpoint {path} contains no optimizer.", cure="Load without an optimizer, and create a new one."
+            )
         prefix = "model."
         own = model.state_dict()
         names = {name.removeprefix(prefix) for name in store.names() if name.startswith(prefix)} | set(about["tied"])

@@ -282,7 +282,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that are being accumulated; between updates there are none.
+        """Delete accumulated gradients; after an update, there are none.
 
         Args:
             set_to_none: As in torch; gradients are always dropped.

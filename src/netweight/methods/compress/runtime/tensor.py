@@ -101,7 +101,7 @@ class CompressedTensor(torch.Tensor):
 
     @property
     def payload(self) -> torch.Tensor:
-        """The U8 tensor that holds the bytes."""
+        """The U8 tensor that contains the bytes."""
         return self.stored.payload
 
     def dense(self) -> torch.Tensor:

@@ -25,7 +25,9 @@ class TrimmedMean(AggregatorSettings):
     compares_values = True
 
     liars: int = Field(
-        1, ge=1, description="Number of malicious clients that are expected: so many values are left out at either end."
+        1,
+        ge=1,
+        description="Number of malicious clients that are expected. This many values are left out at either end.",
     )
 
     def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:

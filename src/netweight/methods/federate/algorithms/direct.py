@@ -117,7 +117,7 @@ def local_only(training: LocalTraining = LocalTraining()) -> DirectMethod:
 
 
 def fedavg(training: LocalTraining = LocalTraining()) -> DirectMethod:
-    """Return FedAvg: clients train the whole model, as `training` says, and share all of it.
+    """Return FedAvg: clients train the whole model with the settings `training`, and share all of it.
 
     Source: McMahan et al. (arXiv 1602.05629).
     """

@@ -117,7 +117,7 @@ class HyperFL:
         return state
 
     def generated(self, received: Tensors, embedding: Tensor) -> Tensor:
-        """Return what the hypernetwork `received` makes of `embedding`, shape `(E,)`: body, then head."""
+        """Return what the hypernetwork `received` generates from `embedding`, shape `(E,)`: body, then head."""
         code = hidden_code(without(HYPERNETWORK, received), embedding)
         return torch.addmv(received[_BIAS], received[_WEIGHT], code)
 

@@ -62,7 +62,7 @@ class Siss(TrainedEdit):
         8,
         ge=1,
         le=14,
-        description="Rotated and mirrored copies of each picture, which stand for pictures outside the training data.",
+        description="Rotated and mirrored copies of each picture, which represent pictures outside the training data.",
     )
     compared: Annotated[int, Cli(own=False)] = Field(
         3, ge=1, description="Rotated copies with which an error is compared in each step."
