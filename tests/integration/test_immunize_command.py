@@ -90,7 +90,7 @@ def test_an_attack_that_leaves_out_the_chat_template_of_a_defense_is_refused(cas
         answer = CliRunner().invoke(netweight, [str(word) for word in words])
         assert answer.exit_code == 0, answer.output
         settings = {"harmful": tmp_path / "few.jsonl", "grid": "quick"}
-        with pytest.raises(UsageError, match="was trained on the chat template, and the attack has another"):
+        with pytest.raises(UsageError, match="was trained with the chat template, and the attack uses another format"):
             check(tmp_path / name, FolderAttack(**settings))
         check(tmp_path / name, FolderAttack(**settings, chat=True))
         check(tmp_path / name, FolderAttack(**settings, template={"enable_thinking": "false"}))

@@ -245,7 +245,7 @@ def test_other_kinds_are_refused_by_name(tmp_path, tensor, message):
 )
 def test_embeddings_of_words_are_called_so_however_they_are_written(tmp_path, names):
     file = file_of(tmp_path, {name: torch.ones(2, 8) for name in names})
-    with pytest.raises(Unsupported, match="holds a textual inversion") as caught:
+    with pytest.raises(Unsupported, match="contains a textual inversion") as caught:
         read_adapter(file)
     assert "--embedding" in caught.value.cure
 

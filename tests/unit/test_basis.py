@@ -147,7 +147,7 @@ def test_files_that_are_no_matrices(tmp_path):
             MatrixFile(tmp_path / f"{name}.npy")
     numpy.save(tmp_path / "cut.npy", numpy.zeros((20, 30)))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "cut.npy").read_bytes()[:-8])
-    with pytest.raises(CorruptBlob, match="shorter than its header says"):
+    with pytest.raises(CorruptBlob, match="shorter than its header states"):
         MatrixFile(tmp_path / "cut.npy")
     numpy.save(tmp_path / "good.npy", numpy.zeros((20, 30)))
     with pytest.raises(UsageError, match="20 rows"):

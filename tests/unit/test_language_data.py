@@ -301,7 +301,7 @@ def test_public_sets_have_configurations_and_may_be_programs(tmp_path):
     with pytest.raises(UsageError, match="hub:NAME:CONFIGURATION:SPLIT"):
         read_rows(f"hub:{tmp_path / 'set'}")
     for name in ("hub:", "hub::train", "hub:a:"):
-        with pytest.raises(UsageError, match="names no data set"):
+        with pytest.raises(UsageError, match="does not name a data set"):
             read_rows(name)
     with pytest.raises(UsageError, match="too many parts"):
         read_rows("hub:a:b:c:d")

@@ -138,7 +138,7 @@ CHANGES = {
     "heads that do not fit": ({"config": {"num_attention_heads": 5}}, "attention heads"),
     "code of its own": (
         {"config": {"model_type": "frob", "auto_map": {"AutoConfig": "a.B", "AutoModelForCausalLM": "a.C"}}},
-        "needs program code that lies beside its weights, which is not run here",
+        "needs program code beside its weights, and such code is not run here",
     ),
     "quantized by others": (
         {"config": {"quantization_config": {"quant_method": "bitsandbytes"}}}, r"is quantized \(bitsandbytes\)",
@@ -166,7 +166,7 @@ def test_damaged_and_foreign_folders_are_refused_by_name_and_no_weight_is_drawn(
 
 def test_unused_tensors_are_named(sound, tmp_path):
     folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {"model.layers.9.w": torch.zeros(2)})
-    with pytest.warns(UserWarning, match=r"holds 1 tensors .*'model\.layers\.9\.w'"):
+    with pytest.warns(UserWarning, match=r"contains 1 tensors .*'model\.layers\.9\.w'"):
         load_causal_lm(folder)
 
 

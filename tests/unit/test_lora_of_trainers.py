@@ -311,7 +311,7 @@ def test_magnitudes_of_ai_toolkit_are_of_rows(tmp_path):
     save_file({f"{name.removeprefix('transformer.')}.weight": weight}, tmp_path / "base.safetensors")
     tensors = factors({name: ONE})
     save_file(tensors | {f"{name}.magnitude": magnitude}, tmp_path / "dora.safetensors")
-    with pytest.raises(Unsupported, match="holds DoRA"):
+    with pytest.raises(Unsupported, match="contains DoRA"):
         plan_adapter(tmp_path / "dora.safetensors")
     made = convert_file(tmp_path / "dora.safetensors", tmp_path / "lora.safetensors",
                         ConvertSettings(rank=16, weights=tmp_path / "base.safetensors"), overwrite=False)  # fmt: skip

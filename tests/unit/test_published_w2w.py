@@ -186,7 +186,7 @@ def test_components_and_statistics_open_as_tensors(tmp_path):
     assert torch.equal(found, mean)
     assert str(tmp_path / "mean.pt") in Path("/proc/self/maps").read_text()  # mapped, not read
     torch.save([1], tmp_path / "list.pt")
-    with pytest.raises(UsageError, match="holds a list, not a tensor"):
+    with pytest.raises(UsageError, match="contains a list, not a tensor"):
         published_tensor(tmp_path / "list.pt")
     with pytest.raises(UsageError, match="no file"):
         published_tensor(tmp_path / "V.pt")

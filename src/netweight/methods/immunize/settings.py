@@ -49,8 +49,8 @@ class TrainingSettings(Settings):
         "a step takes one backward pass for each term.",
     )  # fmt: skip
     checkpoint_every: int | None = Field(None, ge=1)
-    """Steps between two checkpoints, from which a run that was stopped continues; none by default. A checkpoint contains
-    the weights in float32 and the optimizer's states.
+    """Steps between two checkpoints, from which a run that was stopped continues; none by default. A checkpoint
+    contains the weights in float32 and the optimizer's states.
     """
     states: Annotated[Literal["full", "compact"] | None, _BY_SET] = None
     """Adam's states: `full` keeps both moments in float32; `compact` keeps the first in bfloat16, the second of a
