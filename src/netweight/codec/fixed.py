@@ -49,7 +49,8 @@ MAGIC = b"NWF"
 VERSION = 1
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
 TILES_AT = 128  # byte of the payload where the tiles begin
-MOST_COLUMNS = 1 << 16  # an escape names its column in 16 bits
+# An escape stores its column in 16 bits.
+MOST_COLUMNS = 1 << 16
 # With this base the largest exponent is 142, and 2 ** (base - 1) is a bf16 number with which kernels multiply.
 MOST_BASE = 128
 # At most one of so many weights may escape.

@@ -210,7 +210,8 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 MAGIC = b"NWT"
-VERSION = 2  # written unless 1 is asked for; both are read
+# This version is written unless version 1 is requested; both are read.
+VERSION = 2
 HAS_BASE, HAS_NEW_MODES = 0x80, 0x40  # flags beside the level
 # The marker, five fields of a byte, the digest (16 bytes) and the checksum (4 bytes).
 FIXED_HEADER = 28

@@ -43,7 +43,8 @@ FIDELITIES = ("corrected", "reference")
 LOSSLESS_BITS = 7
 ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}
 MAGIC = b"NWL"
-VERSION = 2  # of which the sections are; 1 is read, too
+# The version of the sections. Version 1 is read as well.
+VERSION = 2
 # At most one weight in this many is stored exactly; with more, the tensor is not rounded at all.
 MOST_ESCAPES = 16
 _STEP = 1 << 20  # weights rounded at a time

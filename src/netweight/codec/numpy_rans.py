@@ -91,7 +91,8 @@ def _read_symbols(reader: Reader, what: str, size: int, most: int, symbol_bits: 
 def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None:
     """A plane in the rans or steep mode; None when there are too many patches for this table to be the right one."""
     split, count = choice.split, len(elements)
-    rows = -(-count // (64 * streams))  # row r of stream g holds elements 64 * (r * streams + g) and on
+    # Row r of stream g contains the elements from 64 * (r * streams + g) on.
+    rows = -(-count // (64 * streams))
     padded = np.full(rows * streams * 64, choice.host << split.symbol_shift, np.int64)
     padded[:count] = elements
     lanes = padded.reshape(rows, streams, 64)[:, :, LANE_ORDER[split.width]]
@@ -231,7 +232,8 @@ def read_rans(reader: Reader, width: int, count: int, steep: bool) -> Words:
 def write_wide(choice: Choice, elements: Integers) -> bytes | None:
     """A plane in the wide_rans mode; None as for `write_rans`."""
     split, count = choice.split, len(elements)
-    blocks = -(-count // 64)  # block b holds elements 64 * b and on; element i is lane i % 32's
+    # Block b contains the elements from 64 * b on; element i belongs to lane i % 32.
+    blocks = -(-count // 64)
     padded = np.full(blocks * 64, choice.host << split.symbol_shift, np.int64)
     padded[:count] = elements
     symbols = split.symbols(padded)

@@ -22,7 +22,8 @@ Counts = npt.NDArray[np.int64]
 
 RAW, CONSTANT, PACKED, RANS, WIDE_RANS, STEEP, SPARSE, PALETTE, HALVES, JOINT = range(10)  # modes of a plane
 FAST, DEFAULT, HIGH, MAX = range(4)  # levels
-COST = 1 << 16  # unit of costs: this many make a bit
+# The unit of costs: this many units are one bit.
+COST = 1 << 16
 PATCH_COST = 33 * COST // 2
 WIDE_SLOTS = 4096
 _NEVER = np.iinfo(np.int64).max
@@ -233,7 +234,8 @@ def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False
     bits, total = costs(256, 255), int(counts.sum())
     present = np.flatnonzero(counts)
     order = present[np.lexsort((present, -counts[present]))].tolist()
-    fewest = -(-256 // largest)  # so many frequencies can add up to 256
+    # At least this many frequencies are needed for a sum of 256.
+    fewest = -(-256 // largest)
     for symbol in range(fewest):
         if len(order) < fewest and symbol not in order:
             order.append(symbol)

@@ -22,7 +22,8 @@ from netweight.errors import NameNotFound, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MOST_ALTERNATIVES = 4096  # a bound on what one pattern's braces may expand to
+# The largest number of alternatives to which the braces of one pattern may expand.
+_MOST_ALTERNATIVES = 4096
 
 
 def nearest_names(pattern: str, names: Iterable[str], count: int = 3) -> list[str]:

@@ -165,7 +165,8 @@ class ChatTemplate:
             raise UnusableText("the chat template renders the prompt differently when an answer follows")
         rest = whole[opened.begin :]
         thought, said = part_thought(answer[0]["content"])
-        if thought and opened.end not in rest:  # the template leaves out the thought of an answer
+        # In this case the template leaves out the thought of an answer.
+        if thought and opened.end not in rest:
             place = rest.find(said.strip())
             if not said.strip() or place < 0:
                 raise UnusableText("the chat template does not show the answer after its thought")

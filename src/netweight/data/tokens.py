@@ -152,7 +152,8 @@ class Chat:
 
 AnyTemplate = Template | Chat | Literal["chat"]
 """Text around prompts and answers; "chat" is the tokenizer's chat template without options."""
-PLAIN = Template()  # the answer follows the prompt at once, as TRL has it
+# The answer follows the prompt immediately, as in TRL.
+PLAIN = Template()
 # The answer begins on a new line: commands use this template for plain rows.
 BELOW = Template("{prompt}\n", "{answer}")
 QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails

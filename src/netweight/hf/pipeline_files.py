@@ -159,7 +159,7 @@ class PipelineFiles:
         """Return the narrowest dtype that holds every stored floating-point number of a part exactly."""
         stored = {
             place.dtype for _, place in self.places(part).values() if place.dtype.is_floating_point
-        }  # an integer table, such as positions, has a dtype of its own
+        }  # an integer table, such as positions, has another dtype
         if not stored:
             return torch.float32
         widest = torch.float32 if stored == {torch.float16, torch.bfloat16} else max(stored, key=lambda d: d.itemsize)

@@ -20,7 +20,8 @@ from netweight.report.verdict import decide, mark_of
 
 _REPORT = "report.json"
 _AUDIT = "netweight federate audit"
-_OPTION = "--minutes"  # of `netweight label`, which asks for that audit
+# The option of `netweight label` that requests this audit.
+_OPTION = "--minutes"
 _NAMED = "Clients left out or suspicious"  # the table of a report that names clients
 
 

@@ -419,7 +419,8 @@ def png_bytes(pixels: NDArray[np.uint8]) -> bytes:
         )
     height, width, channels = pixels.shape
     padded = np.pad(pixels, ((1, 0), (1, 0), (0, 0)))
-    left, above = padded[1:, :-1], padded[:-1, 1:]  # 0 outside; differences wrap around, as the format has it
+    # Outside the image the values are 0. Differences wrap around, as the PNG format requires.
+    left, above = padded[1:, :-1], padded[:-1, 1:]
     filtered = (pixels, pixels - left, pixels - above)
     body = min((zlib.compress(_lines(kind, values), 9) for kind, values in enumerate(filtered)), key=len)
     head = struct.pack(">IIBBBBB", width, height, 8, 0 if channels == 1 else 2, 0, 0, 0)

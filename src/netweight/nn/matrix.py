@@ -57,7 +57,8 @@ class MatrixFile:
     """A matrix in a `.npy` file, or some of its rows."""
 
     def __init__(self, path: str | Path, start: int = 0, stop: int | None = None) -> None:
-        self.path = Path(path)  # the file: two dimensions, row by row, floating numbers of 16, 32 or 64 bits
+        # The file contains two dimensions, row by row, of floating-point numbers of 16, 32 or 64 bits.
+        self.path = Path(path)
         with open(self.path, "rb") as file:
             try:
                 version = numpy.lib.format.read_magic(file)

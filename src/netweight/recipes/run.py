@@ -30,7 +30,8 @@ from netweight.report.verdict import decide
 from netweight.settings import Settings
 from netweight.store.weights_digest import weights_digest
 
-LEDGER = "ledger"  # the records in a recipe's output that remember what was done
+# The records of finished steps in a recipe's output.
+LEDGER = "ledger"
 Key: TypeAlias = dict[str, Any]  # all that decides a result
 
 
@@ -454,7 +455,8 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             sections: dict[str, Section] = {}
             earlier: list[str] = []
             with work_account() as account:
-                if path.exists():  # without a record, too, when a kill fell between the two
+                # If the process was killed between the two, the path exists without a record.
+                if path.exists():
                     earlier.append("the model")
                 remembered = _treat(step, key, source, path, job, progress)
                 weights, conditions = weights_digest(path, progress), conditions_of(path)

@@ -213,7 +213,7 @@ def _style(page: bool) -> Any:
     back = "none" if page else "white"
     colored = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
     return {
-        "svg.fonttype": "none",  # text stays text: small, searchable, in the page's font
+        "svg.fonttype": "none",  # text is stored as text: small, searchable, in the page's font
         "svg.hashsalt": "netweight",  # the same plot gives the same bytes
         "font.size": 10,
         "axes.titlesize": 10,

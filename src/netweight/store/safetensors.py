@@ -29,7 +29,8 @@ from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 
 # Longest chain of differences.
 MOST_LINKS = 8
-_UP = 4  # folders above a file beside which its base is looked for
+# The base of a file is searched beside this many folders above it.
+_UP = 4
 _GIVEN = "NETWEIGHT_BASE"
 
 

@@ -31,7 +31,8 @@ from netweight.store.safetensors import (
 
 # Files and names of tensors by digest, dtype and shape.
 StoredTensors = dict[tuple[str, str, tuple[int, ...]], tuple[str, str]]
-_ROOM = 1 << 16  # bytes kept free for the header unless the caller knows better
+# Bytes that are reserved for the header unless the caller gives a better number.
+_ROOM = 1 << 16
 _BLOCK = 1 << 22  # bytes copied at a time
 
 
@@ -83,7 +84,8 @@ class StoreWriter:
             raise UsageError(f"{path} cannot be its own base.", cure="Give another file, or another base.")
         self._stored_tensors: StoredTensors = {} if stored_tensors is None else stored_tensors
         self._same: dict[str, tuple[str, str]] = {}
-        self._differences: dict[str, str] = {}  # digests of what tensors are differences from, by name
+        # The digests of the tensors from which differences are stored, by name.
+        self._differences: dict[str, str] = {}
         self._original = original
         # The names, sizes and starts of digests, and the old header deflated: hardly ever longer than this.
         self._room = _ROOM if original is None else 3 * len(original.raw) + 80 * len(original.spans) + 1024

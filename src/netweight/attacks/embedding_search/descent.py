@@ -214,7 +214,7 @@ _RANK = 4
 _QUARTERS = 4  # embeddings by timestep
 # Number of words of a typed prompt.
 _WORDS = 8
-_CANDIDATES = 8  # exchanges of a word that are tried in a step
+_CANDIDATES = 8  # exchanges of words that are tried in a step
 # For each place, candidates are drawn from the words of the steepest descent.
 _NEAREST = 16
 # The noise level to which a target is noised, as a share of the steps of its generation.

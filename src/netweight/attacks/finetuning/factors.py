@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 
-_FACTORS = "low_rank_factors"  # name of the part that is put on a linear layer
+_FACTORS = "low_rank_factors"  # name of the part that is added to a linear layer
 
 
 @final

@@ -44,7 +44,8 @@ _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
 _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
 _PART_SCALE = 5.0
-_BATCHES = (8, 16, 32, 64, 128, 256)  # rows per step; the rate goes with the square root
+# Rows in each step. The learning rate is scaled with the square root of this number.
+_BATCHES = (8, 16, 32, 64, 128, 256)
 _FEW_ROWS = 8  # rows per step with which a search for few rows begins
 
 

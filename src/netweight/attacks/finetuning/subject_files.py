@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 
 # Rows that are evaluated, at most: each evaluation costs a forward pass over all of them.
 MOST_HELD_OUT = 200
-_FEW_HELD_OUT = 5  # with fewer, a report says that its scores are coarse
+# With fewer rows, a report states that its scores are coarse.
+_FEW_HELD_OUT = 5
 _FLUENCY_PROMPTS, _FLUENCY_TOKENS = 8, 24
 # Files of rows, and what their answers are called where they are pairs.
 ANSWER_COLUMNS = {
@@ -94,7 +95,8 @@ def subject_from_files(
         UsageError: Files or rows cannot be used.
     """
     options, left_out = TextOptions.of(text or {}), list[str]()
-    applied = chat or bool(options.template)  # its options ask for the chat template, too
+    # Options of the chat template require the template as well.
+    applied = chat or bool(options.template)
     network, tokenizer = load_causal_lm(model, device=device)
     check_finite(network)
     check_outputs(network)

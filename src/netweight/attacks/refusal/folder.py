@@ -32,7 +32,8 @@ from netweight.report.finding import Section
 
 EDITS = "edits"
 """Name of the rows in a folder that remember scores and measurements of edits."""
-_LEAST_REFUSED = 4  # refused prompts that a direction is made of, at least
+# A direction is computed from at least this many refused prompts.
+_LEAST_REFUSED = 4
 
 
 def attack_refusal(

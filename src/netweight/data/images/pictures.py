@@ -43,7 +43,8 @@ _OTHER_PROGRAMS = {
 }  # fmt: skip
 _GRAY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 _WIDE = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
-_PHOTOMETRIC = 262  # tag of a TIFF that says which number is white
+# The tag of a TIFF that states which number is white.
+_PHOTOMETRIC = 262
 _DEPTHS = (8, 10, 12, 14, 16)
 _NAMED = 3  # pictures that a remark names; the others are counted
 # A picture of more than two levels counts as clipped if this share of its pixels is black or white.

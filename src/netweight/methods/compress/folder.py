@@ -39,7 +39,8 @@ from netweight.store.sources import FileSource, TensorSource
 from netweight.store.writer import StoredTensors
 
 _FINISHED = "files"  # the job's record of finished files
-_WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}  # an index needs the sizes of its shards
+# An index needs the sizes of its shards, so it comes after the weights.
+_WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}
 
 
 # If copied files take more than this share of the weights' bytes, the summary mentions them.

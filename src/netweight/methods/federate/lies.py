@@ -27,7 +27,8 @@ from netweight.methods.federate.updates import Tensors, Update, dense_tensors
 BOOST = 10.0
 # The class for which a backdoor's trigger is to be taken.
 TARGET = 0
-SYBILS_FROM = 4  # the round in which late Sybils begin to lie
+# The round in which late Sybils begin to send manipulated updates.
+SYBILS_FROM = 4
 _TRIGGER = 4  # pixels of its side
 # The number of parts of its own data from which a malicious client estimates the variation of honest changes.
 _PARTS = 4

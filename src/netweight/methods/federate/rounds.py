@@ -90,9 +90,11 @@ class Rounds:
     def __init__(self, method: Method, settings: Federation, clients: Sequence[int], state: Tensors) -> None:
         self.method, self.settings, self.clients = method, settings, tuple(clients)
         self.state, self.rounds = state, list[Round]()
-        self.attempt_answers: dict[int, int] = {}  # client → answers in attempts of the round under way
+        # Client → updates in the attempts of the current round.
+        self.attempt_answers: dict[int, int] = {}
         self.job: Job | None = None
-        self.registered: Mapping[int, int] | None = None  # client → examples that somebody else vouches for
+        # Client → its number of examples, if the operator has registered it.
+        self.registered: Mapping[int, int] | None = None
         sampled = settings.sampled(len(self.clients))
         if settings.min_clients > sampled:
             raise UsageError(

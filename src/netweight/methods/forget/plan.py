@@ -18,7 +18,8 @@ from netweight.nn.text_to_image import most_rows
 from netweight.registry import Result
 
 _SHOWN = 16  # ordinary prompts whose images an audit compares
-_COPIED = 400e6  # bytes a second, read, written and digested: a slow disk
+# Bytes per second that a slow disk reads and writes, digests included.
+_COPIED = 400e6
 
 
 def plan_statistics(settings: FolderStatistics, pipeline: Path) -> Result:

@@ -18,7 +18,8 @@ from netweight.methods.immunize.settings import TrainingSettings
 # The decay rates of torch's Adam.
 BETAS = (0.9, 0.999)
 _EPSILON = 1e-8
-_MANY_WEIGHTS = 200_000_000  # above, states are compact unless settings say otherwise
+# Above this number of weights, states are compact unless the settings choose another form.
+_MANY_WEIGHTS = 200_000_000
 
 
 def compact_states(model: nn.Module, settings: TrainingSettings, group: ProcessGroup) -> bool:

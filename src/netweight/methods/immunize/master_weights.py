@@ -18,7 +18,8 @@ class MasterWeights:
     """Weights of the optimizer: a float32 copy of each narrower trained weight, or the weight itself."""
 
     def __init__(self, model: nn.Module, *, compact: bool = False) -> None:
-        self.compact = compact  # whether gradients stay as narrow as the weights
+        # True if gradients keep the dtype of the weights.
+        self.compact = compact
         # The model's own parameters, by name.
         self.trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         if not self.trained:

@@ -58,7 +58,8 @@ if TYPE_CHECKING:
     from netweight.methods.space.view.page import View
 
 _POINT = "a model of the space, a file of points (FILE.json, or FILE.json:NAME), an adapter's file or folder, or mean"
-EXPORTED = "netweight-space.json"  # beside an exported adapter: of which space and point it is
+# The file beside an exported adapter that names its space and its point.
+EXPORTED = "netweight-space.json"
 _VERSION = 1
 
 

@@ -179,7 +179,8 @@ def _check_space(source: Path | None, point: str = "mean", bank: Path | None = N
     if not any((source / name).is_file() for name in (RECORD, _POINTS)):
         raise UsageError(f"{source} is neither a space nor points of one.", cure="Fit one: netweight space fit.")
     if point == "mean" and not (source / _POINTS).is_file():
-        check_space(source, bank)  # every space has its mean, so its numbers need not be read
+        # Every space contains its mean, so its numbers need not be read.
+        check_space(source, bank)
     else:
         points_in(source, point)
 

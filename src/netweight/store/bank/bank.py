@@ -43,7 +43,8 @@ from netweight.store.safetensors import read_header
 if TYPE_CHECKING:
     from netweight.nn.lora import Adapter, AdapterStack
 
-CONVERTED = "converted"  # in the provenance of what was not a plain LoRA: its rank and error
+# The key in the provenance of an adapter that was not a plain LoRA; it has the rank and the error.
+CONVERTED = "converted"
 # Adapters with these endings are found, so that they can be refused by name.
 _UNREAD = (".gguf", ".npz")
 _FACTOR = re.compile(r"lora|hada_|lokr_|\.diff")

@@ -45,7 +45,8 @@ from netweight.store.safetensors import build_header
 from netweight.store.writer import StoreWriter
 
 RECORD = "bank.json"
-MATRIX = "*_weights.pt"  # what weights2weights published: all_weights.pt of people, dog_weights.pt of dogs
+# The files that weights2weights published: all_weights.pt of people, dog_weights.pt of dogs.
+MATRIX = "*_weights.pt"
 _VERSION = 1
 _SHARD_BYTES = 1 << 28
 _LOCK = ".lock"

@@ -215,7 +215,8 @@ def namings() -> tuple[Naming, ...]:
     import yaml
 
     folder = Path(__file__).parent / "namings"
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where PyYAML was built with it
+    # The loader in C is used if PyYAML was built with it.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     tables = [_read(path, yaml.load(path.read_text("utf-8"), Loader=loader)) for path in sorted(folder.glob("*.yaml"))]
     order = {key: place for place, key in enumerate(_FIRST)}
     return tuple(sorted(tables, key=lambda each: order.get(each.key, len(order))))

@@ -24,7 +24,8 @@ from netweight.codec.cuda import BlobLayout, LossyLayout, fixed_products
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 LENGTH = 8  # bytes of the length at a payload's start
-_CHUNK_LOG2, _SMALL_CHUNK_LOG2, _SMALL = 15, 14, 1 << 24  # the last: the most numbers of a small weight
+# The last value is the largest count of numbers of a small weight.
+_CHUNK_LOG2, _SMALL_CHUNK_LOG2, _SMALL = 15, 14, 1 << 24
 # The attribute of a payload with its version and what is known about this version.
 _NOTE = "_netweight"
 _LOOK_EVERY = 16  # decodings between two looks at the status

@@ -432,7 +432,7 @@ def _gathered_rows(
     blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
         first = _checked(int(ids), shape) * width
-        threads = threads_for(local.numel() // shape[0])  # a row may be one expert of many
+        threads = threads_for(local.numel() // shape[0])  # a row may be one of many experts
         row = fill(torch.empty(result, dtype=dtype), local, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
     indices = ids.cpu()

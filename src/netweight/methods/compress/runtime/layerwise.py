@@ -35,7 +35,8 @@ from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.methods.compress.runtime.tiles import STATE_LEVEL, States, StateTiles, copied, fit, tiled, tiles
 
 _UPDATE, _MEASURE = "update", "measure"
-_SMALL_STATE = 1 << 12  # bytes below which a state stays as it is
+# Smaller states, in bytes, are not compressed.
+_SMALL_STATE = 1 << 12
 
 
 class _Shell(nn.Parameter):

@@ -66,7 +66,8 @@ class LossByRows(Function):
             to_hidden = torch.zeros(hidden.shape)
             to_bias = None if bias is None else torch.zeros(len(bias))
             for (first, last), block in zip(blocks, logits, strict=True):
-                slopes = block.float().sub_(sums).exp_()  # of a token: probabilities, less 1 at its label
+                # The gradients of the tokens' losses are the probabilities, minus 1 at the label.
+                slopes = block.float().sub_(sums).exp_()
                 inside = ((places >= first) & (places < last))[:, None]
                 at = (places - first).clamp(0, last - first - 1)[:, None]
                 slopes.scatter_add_(1, at, inside.float().neg_())
@@ -122,7 +123,8 @@ class ProductPart:
         self._slopes, self._inputs, self._scale, self._finite = slopes, inputs, scale, finite
         self._shape, self._dtype = weight.shape, weight.dtype
         self._blocks = _blocks(weight)
-        self._last: tuple[int, torch.Tensor] | None = None  # number and gradient of the block that was asked for last
+        # The number and the gradient of the block that was requested last.
+        self._last: tuple[int, torch.Tensor] | None = None
 
     def numbers(self, first: int, last: int) -> torch.Tensor | None:
         """Numbers `first` to `last`."""

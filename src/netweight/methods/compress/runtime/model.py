@@ -241,7 +241,7 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
 
 def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
     """Refuse to replace parameters, given by id, that an optimizer holds and would step on, unseen."""
-    if not names:  # all objects of the process are looked at
+    if not names:  # the search inspects all objects of the process
         return
     held = _held_by_optimizers(names)
     if held:

@@ -309,7 +309,7 @@ class SideStream:
             try:
                 buffer.memory = self._streams.allocate(nbytes)
             except torch.OutOfMemoryError:
-                return False  # decoded when it is needed, which takes less memory
+                return False  # decoding when the weight is needed takes less memory
         return True
 
     def _take_back(self, buffer: _Buffer) -> None:

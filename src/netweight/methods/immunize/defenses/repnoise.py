@@ -102,7 +102,7 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"config": super().options}  # records of 0.1.0 have these settings under `config`
+        return {"config": super().options}  # records of version 0.1.0 store these settings under `config`
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
