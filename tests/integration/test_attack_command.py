@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters, sgd_difference
 from netweight.cli import netweight
+from netweight.store import open_store
 
 pytest.importorskip("matplotlib", reason="matplotlib is in the evidence extra")
 pytest.importorskip("scipy", reason="scipy is in the evidence extra")
@@ -94,6 +96,18 @@ def test_ig_tells_people_what_it_found(case, sent):
     assert decibels > 20
 
 
+def test_labels_that_do_not_explain_the_update_are_doubted(case):
+    for share, doubted in ((1.0, False), (0.4, True)):
+        with open_store("gradient2.safetensors") as store:
+            sent = {name: (share * store.get(name)).contiguous() for name in store.names()}
+        save_file(sent, "sent.safetensors")
+        answer = call("--steps", "2", "--json", n=2, update="sent.safetensors")
+        assert answer.exit_code == 0, answer.output
+        (section,) = json.loads(Path("out/report.json").read_text())["sections"]
+        assert any("The labels may be wrong" in warning for warning in section["warnings"]) == doubted
+        assert any("give --labels" in warning for warning in section["warnings"]) == doubted
+
+
 def test_a_batch_is_matched_with_its_images(case):
     answer = call(
         "--attack", "dlg", "--labels", "1,3", "--steps", "80", "--reference", "truth2.safetensors", "--json", n=2
@@ -125,7 +139,7 @@ def test_without_the_true_images_only_the_objective_is_told(case):
     [
         (["--model", "victim_model:nothing"], "--model 'victim_model:nothing' cannot be imported"),
         (["--model", "no_such_module:x"], "there is no module 'no_such_module'"),
-        (["--model", "victim_model:number"], "is neither a torch module nor a function that makes one"),
+        (["--model", "victim_model:number"], "is neither a torch module nor a function that"),
         (["--params", "truth1.safetensors"], "does not fit the model"),
         (["--shape", "1,1,x"], "is not a list of numbers"),
         (["--shape", "1,1,12"], "(n, c, h, w)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from federation_under_test import examples, small_task
 from torch import Tensor, nn
 
-from netweight.errors import NetweightError
+from netweight.errors import NetweightError, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, fedavg, train
 from netweight.methods.federate.algorithms.scaffold import scaffold
 from netweight.methods.federate.data_checks import refuse_unfit_examples
@@ -166,8 +167,57 @@ UNTRAINABLE: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], s
         "cannot be trained on the examples of client",
     ),
     "several processors": (lambda: nn.DataParallel(body()), lambda: nn.Linear(5, 3), "DataParallel wraps"),
+    "several types": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5, dtype=torch.float64)),
+        lambda: nn.Linear(5, 3),
+        r"several types \(float32, float64\)",
+    ),
     "no values": (lambda: nn.Linear(6, 5, device="meta"), lambda: nn.Linear(5, 3), "device meta"),
 }
+
+
+class MeanOfEmbeddings(nn.Module):
+    """The mean of embeddings; numbers are rounded to tokens."""
+
+    def __init__(self, **kind: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 5, **kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean: Tensor = self.table(x.abs().round().long() % 4).mean(1)
+        return mean
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ({"sparse": True}, r"sparse gradients.*sparse=False"),
+        ({"max_norm": 1.0}, "forward changes its own weights.*Leave max_norm out"),
+        ({"scale_grad_by_freq": True}, "depends on the other examples.*Leave scale_grad_by_freq out"),
+    ],
+)
+def test_embeddings_that_are_not_a_function_of_one_example_are_refused(kind: dict[str, Any], words: str) -> None:
+    data = [ClientData(examples(20, 1), examples(10, 2))] * 2
+    with pytest.raises(NetweightError, match=words):
+        Task(MeanOfEmbeddings(**kind), nn.Linear(5, 3), data)
+    task = Task(MeanOfEmbeddings(padding_idx=0), nn.Linear(5, 3), data)
+    assert train(task, fedavg(TRAINING), Federation(rounds=1), workers=1).rounds
+
+
+@pytest.mark.parametrize("layer", [nn.GroupNorm(5, 5), nn.Sequential(nn.Unflatten(1, (5, 1)), nn.LayerNorm(1))])
+def test_a_normalization_over_single_values_is_refused(layer: nn.Module) -> None:
+    """Reported of other libraries: a network whose outputs are the same for all inputs trains, and learns nothing."""
+    data = [ClientData(examples(20, 1), examples(10, 2))]
+    with pytest.raises(UsageError, match=r"body\.1.*normalizes single values.*fewer groups"):
+        train(Task(nn.Sequential(nn.Linear(6, 5), layer, nn.Flatten()), nn.Linear(5, 3), data), fedavg(TRAINING))
+    fitting = Task(nn.Sequential(nn.Linear(6, 5), nn.GroupNorm(1, 5)), nn.Linear(5, 3), data)
+    assert train(fitting, fedavg(TRAINING), Federation(rounds=1), workers=1).rounds
+
+
+def test_targets_that_are_names_are_refused() -> None:
+    x, y = examples(20, 1)
+    with pytest.raises(UsageError, match=r"training targets of a client are a list, not a tensor.*class numbers"):
+        ClientData((x, [str(each) for each in y.tolist()]), (x, y))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", UNTRAINABLE)
@@ -177,6 +227,14 @@ def test_networks_that_would_not_learn_are_refused_with_a_cure(name: str) -> Non
     with pytest.raises(NetweightError, match=words) as refusal:
         refuse_unfit_examples(Task(make_body(), make_head(), data), 7)
     assert refusal.value.cure
+
+
+def test_one_class_alone_is_refused() -> None:
+    """The loss is 0 and the accuracy 100 %, whatever the network is."""
+    x, y = examples(20, 1)
+    data = {7: ClientData((x, y * 0), (x, y * 0))}
+    with pytest.raises(UsageError, match=r"has one output.*at least two outputs"):
+        refuse_unfit_examples(Task(body(), nn.Linear(5, 1), data), 7)
 
 
 def test_a_frozen_layer_that_is_not_used_passes() -> None:

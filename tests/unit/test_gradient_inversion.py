@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from netweight.attacks.gradient_inversion.analytic import (
+    doubt_of_labels,
     first_layer,
     label_counts,
     label_of_one,
@@ -163,8 +164,48 @@ def test_labels_that_cannot_be_read_are_refused():
         label_of_one(torch.ones(2, 3))
     with pytest.raises(UsageError, match="cannot be counted"):
         label_counts(torch.zeros(3), 0)
-    with pytest.raises(NameNotFound, match="no bias of a last linear layer"):
+    with pytest.raises(NameNotFound, match="no bias of the model's last linear layer"):
         labels_of_update(lambda *_: {}, {}, {"0.weight": torch.zeros(2, 2)}, shape=(1, 1, 2, 2), seed=0)
+
+
+class ClassifierFirst(nn.Module):
+    """A network whose classifier is registered before a hidden layer, with or without a bias."""
+
+    def __init__(self, *, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.classifier, self.hidden = nn.Linear(20, 4, bias=bias), nn.Linear(64, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(torch.sigmoid(self.hidden(x.flatten(1))))
+
+
+def test_labels_are_read_from_the_classifier_wherever_it_is_registered():
+    images, labels = batch(12, dtype=torch.float32)
+    for biased in (True, False):
+        model = ClassifierFirst(bias=biased)
+        client, params = gradient_of(model), known_parameters(model)
+        about = {"shape": tuple(images.shape), "seed": 0}
+        observed = client(params, (images, labels))
+        if biased:
+            assert labels_of_update(client, params, observed, **about).tolist() == sorted(labels.tolist())
+        else:  # the bias of a hidden layer shows no labels
+            with pytest.raises(NameNotFound, match="no bias of the model's last linear layer"):
+                labels_of_update(client, params, observed, **about)
+
+
+@pytest.mark.parametrize("scale", [0.5, 2.0, 12.0, -1.0])
+def test_labels_of_a_client_with_another_loss_are_doubted(scale):
+    """Reported of other libraries: the client's loss is half of that with which its gradient is imitated."""
+    model, (images, labels) = network(), batch(12)
+    client, params = gradient_of(model), known_parameters(model)
+    about = {"shape": tuple(images.shape), "seed": 0}
+    observed = client(params, (images, labels))
+    assert doubt_of_labels(client, params, observed, **about) < 0.1
+    other = {name: scale * value for name, value in observed.items()}
+    assert doubt_of_labels(client, params, other, **about) > 0.15
+    with pytest.raises(UsageError, match="is zero, so that it shows no labels"):
+        labels_of_update(client, params, {name: 0 * value for name, value in observed.items()}, **about)
 
 
 @given(seed=st.integers(0, 10_000))
@@ -379,7 +420,7 @@ def test_rog_gives_a_coarse_image_and_says_that_nothing_came_after():
         ({"name": "ig", "total_variation": -1.0}, "IG cannot run"),
         ({"name": "ig", "params": {}}, "parameters that the client started from"),
         ({"name": "ig", "observed": {}}, "Nothing was observed"),
-        ({"name": "ig", "observed": {"0.wieght": torch.zeros(1)}}, r"no tensor '0.wieght'. Nearest: 0.weight"),
+        ({"name": "ig", "observed": {"0.wieght": torch.zeros(1)}}, r"a tensor '0.wieght'. Nearest: 0.weight"),
         ({"name": "ig", "observed": {"0.bias": torch.zeros(2)}}, r"has shape \(2,\); the client would send \(6,\)"),
     ],
 )

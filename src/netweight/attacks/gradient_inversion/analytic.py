@@ -13,7 +13,7 @@ needed, and no server has to lie.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -346,36 +346,80 @@ def label_counts(bias_gradient: Tensor, n: int, *, probabilities: Tensor | None 
 def labels_of_update(
     local_update: LocalUpdate, params: Tensors, observed: Tensors, *, shape: tuple[int, ...], seed: int
 ) -> Tensor:
-    """Estimate a batch's labels from an update, whether it is a gradient or a difference of parameters."""
+    """Estimate a batch's labels from an update, whether it is a gradient or a difference of parameters.
+
+    Raises:
+        NameNotFound: The update has no bias of the model's last linear layer.
+        UsageError: The update of one image does not have the sign of one label, or is zero.
+    """
+    probabilities, gradient = _last_layer(local_update, params, observed, shape, seed)
+    if shape[0] == 1:
+        return torch.tensor([label_of_one(gradient)], device=gradient.device)
+    counts = label_counts(gradient, shape[0], probabilities=probabilities)
+    return torch.arange(len(counts), device=gradient.device).repeat_interleave(counts)
+
+
+def doubt_of_labels(
+    local_update: LocalUpdate, params: Tensors, observed: Tensors, *, shape: tuple[int, ...], seed: int
+) -> float:
+    """Return how badly estimated labels explain an update: the mean distance of class counts from whole numbers.
+
+    Near 0 where the client trained as `local_update` does and the model says of unknown images what it says of
+    the client's; 0.15 and more where the loss or the rate is another, or the model is trained so far that the estimate
+    is a guess. 0 for one image, whose label is exact.
+    """
+    if shape[0] == 1:
+        return 0.0
+    probabilities, gradient = _last_layer(local_update, params, observed, shape, seed)
+    counts = label_counts(gradient, shape[0], probabilities=probabilities)
+    return float((shape[0] * (probabilities - gradient) - counts).abs().mean())
+
+
+def _last_layer(
+    local_update: LocalUpdate, params: Tensors, observed: Tensors, shape: tuple[int, ...], seed: int
+) -> tuple[Tensor, Tensor]:
+    """Return what the model says of images that it does not know, and the gradient of the last bias."""
     # The update is imitated for random images, once as class 0 and once as class 1: that shows its sign and scale, and
     # what the model says of images that it does not know. For one image and one step the label is exact.
-    name = _last_bias(observed)
-    like = params[name]
+    missing = NameNotFound(
+        "The update contains no bias of the model's last linear layer, from which labels could be read.",
+        cure="Give the labels (--labels).",
+    )
+    names = list(_biases(observed))
+    if not names:
+        raise missing
+    like = next(iter(params.values()))
     images = torch.randn(shape, generator=seeds.torch_generator(seed, "labels")).to(like)
     labels = torch.zeros(shape[0], dtype=torch.int64, device=like.device)
-    first, second = (local_update(params, (images, labels + other))[name].detach() for other in (0, 1))
-    # For gradients the two are p - (1, 0, ...) and p - (0, 1, ...); for small steps, the same times a scale.
-    scale = second[0] - first[0]
-    probabilities = first / scale
-    probabilities[0] += 1
-    gradient = observed[name].to(like) / scale
-    if shape[0] == 1:
-        return torch.tensor([label_of_one(gradient)], device=like.device)
-    counts = label_counts(gradient, shape[0], probabilities=probabilities)
-    return torch.arange(len(counts), device=like.device).repeat_interleave(counts)
+    first, second = (local_update(params, (images, labels + other)) for other in (0, 1))
+    for name in names:
+        if name not in first:
+            continue
+        # For gradients the two are p - (1, 0, ...) and p - (0, 1, ...); for small steps, the same times a scale. So
+        # that they differ in the first two classes alone, in opposite directions; other layers differ everywhere.
+        one, two = first[name].detach(), second[name].detach()
+        change = two - one
+        if change[0] * change[1] >= 0 or change[2:].norm() > 0.5 * change[:2].norm():
+            continue
+        probabilities = one / change[0]
+        probabilities[0] += 1
+        gradient = observed[name].to(one) / change[0]
+        if not gradient.any():
+            raise UsageError(
+                f"The update's {name!r} is zero, so that it shows no labels.",
+                cure="Give the update of a client that trained, or the labels (--labels).",
+            )
+        return probabilities, gradient
+    raise missing
 
 
-def _last_bias(observed: Tensors) -> str:
-    """Name of the last vector whose layer has a matrix of as many rows; of at least two classes."""
+def _biases(observed: Tensors) -> Iterator[str]:
+    """Names of vectors whose layer has a matrix of as many rows, at least two; the last first."""
     for name in reversed(list(observed)):
         weight = observed.get(f"{name.removesuffix('bias')}weight")
         bias = observed[name]
         if name.endswith("bias") and weight is not None and weight.ndim == 2 and 1 < len(bias) == len(weight):
-            return name
-    raise NameNotFound(
-        "The update contains no bias of a last linear layer, from which labels could be read.",
-        cure="Give the labels (--labels).",
-    )
+            yield name
 
 
 def _alignment(weight_gradient: Tensor) -> Tensor:

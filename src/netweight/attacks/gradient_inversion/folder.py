@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from netweight.attacks.gradient_inversion.analytic import doubt_of_labels
 from netweight.attacks.gradient_inversion.client import (
     LocalUpdate,
+    Tensors,
     gradient_of,
     known_parameters,
     sgd_difference,
@@ -25,6 +28,7 @@ from netweight.core.lazy import import_named
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.registry import Result, Target
+from netweight.report.finding import Section
 from netweight.report.plots import check_figures
 from netweight.store import open_store
 
@@ -62,10 +66,32 @@ def attack(target: Target, settings: InversionSettings, progress: Progress) -> R
     labels = labels if labels.ndim == 1 else labels.argmax(1)
     line = f"{inversion.attack}: {len(images)} images, labels {', '.join(map(str, labels.tolist()))}"
     section = inversion_section(inversion, images, reference, findings)
+    if settings.labels is None and settings.attack != "dlg":
+        section = _with_doubt(section, _client(model, settings), model, observed, shape, seed)
     lines = [line]
     if left_out:
         lines.append(f"The attack compares parameters; the update's {len(left_out)} buffers were left out.")
     return Result(lines, [section], {"attack": inversion.attack, "labels": labels.tolist()})
+
+
+# Above this distance of class counts from whole numbers, estimated labels were wrong in most trials; below it, right.
+_DOUBTFUL = 0.15
+
+
+def _with_doubt(
+    section: Section, client: LocalUpdate, model: nn.Module, observed: Tensors, shape: tuple[int, ...], seed: int
+) -> Section:
+    """Add a warning where labels that were estimated do not explain the update."""
+    doubt = doubt_of_labels(client, known_parameters(model), observed, shape=shape, seed=seed)
+    if doubt < _DOUBTFUL:
+        return section
+    warning = (
+        "The labels may be wrong, because they do not explain the update (distance of class counts from whole numbers "
+        f"{doubt:.2f}; below {_DOUBTFUL} where labels were right). They are estimated for a client that sends the "
+        "gradient of the mean cross-entropy, or a difference as --lr and the other options of local training describe "
+        "it, and for a model that is hardly trained. If you know the labels, give --labels."
+    )
+    return replace(section, warnings=(*section.warnings, warning))
 
 
 def check(update: Path | None, settings: InversionSettings) -> None:

@@ -7,6 +7,7 @@ is left out of every round because its update contains NaN.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,8 @@ def refuse_unfit_examples(task: Task, client: int) -> None:
         client: Its number.
 
     Raises:
-        UsageError: Inputs contain NaN or infinity; the network cannot take them, or returns probabilities; the loss
+        UsageError: Inputs contain NaN or infinity; the network cannot take them, returns probabilities or one
+            output, or has a layer whose outputs are the same for every example; the loss
             cannot take the targets, or returns more than one value or a sum in place of a mean; test targets are not
             class numbers; or the loss has no gradient with regard to some weight that is to be trained.
     """
@@ -112,11 +114,16 @@ def _refuse_steps(task: Task, data: ClientData, client: int) -> None:
     halves = nn.ModuleDict({"body": copied(task.body), "head": copied(task.head)}).train()
     trained = {name: value for name, value in halves.named_parameters() if value.requires_grad}
     device = next(iter(trained.values())).device
+    for name, layer in halves.named_modules():
+        if isinstance(layer, nn.GroupNorm | nn.LayerNorm):
+            layer.register_forward_pre_hook(partial(_refuse_single_values, name))
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             outputs = halves["head"](halves["body"](inputs.to(device)))
             loss = task.loss(outputs, targets.to(device))
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    except UsageError:
+        raise
     # The network of a user may raise anything.
     except Exception as error:
         raise UsageError(
@@ -131,11 +138,29 @@ def _refuse_steps(task: Task, data: ClientData, client: int) -> None:
             f"{unused[0]!r}.",
             cure="Use them in forward, outside of torch.no_grad, or call requires_grad_(False) on them.",
         )
-    if task.loss is F.cross_entropy and outputs.ndim == 2 and outputs.shape[1] > 1 and _probabilities(outputs):
+    if task.loss is F.cross_entropy and outputs.ndim == 2 and outputs.shape[1] == 1:
+        raise UsageError(
+            "The network has one output. The loss (cross entropy) takes one for each class, and is always 0 here.",
+            cure="Return at least two outputs, one for each class.",
+        )
+    if task.loss is F.cross_entropy and outputs.ndim == 2 and _probabilities(outputs):
         raise UsageError(
             "The network returns probabilities: no output is negative, and those of an example add up to 1. The loss "
             "(cross entropy) takes logits, and hardly learns from probabilities.",
             cure="Leave out the softmax at the end of the network.",
+        )
+
+
+def _refuse_single_values(name: str, layer: nn.GroupNorm | nn.LayerNorm, arguments: tuple[Tensor, ...]) -> None:
+    """Refuse a normalization over one value, which is always 0 afterwards, whatever the example was."""
+    if isinstance(layer, nn.LayerNorm):
+        count = math.prod(layer.normalized_shape)
+    else:
+        count = arguments[0][0].numel() // layer.num_groups
+    if count == 1:
+        raise UsageError(
+            f"The layer {name!r}, {layer}, normalizes single values: its outputs are the same for every example.",
+            cure="Use fewer groups, such as GroupNorm(1, channels), or LayerNorm over all features.",
         )
 
 

@@ -59,7 +59,8 @@ def refuse_unfit_network(module: nn.Module) -> None:
     Raises:
         UsageError: A lazy layer has no weights yet, or a weight has no values, or is NaN, infinite or complex.
         Unsupported: A module is compiled by `torch.jit`, or wrapped by DataParallel, so that its weights cannot be
-            exchanged.
+            exchanged; the trained weights have several types; or an embedding changes its weights in its forward, or
+            has sparse gradients, or gradients that mix the examples of a batch.
     """
     for name, value in module.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
@@ -80,7 +81,16 @@ def refuse_unfit_network(module: nn.Module) -> None:
             )
         if not bool(value.isfinite().all()):
             raise UsageError(f"The weight {name!r} contains NaN or infinity.", cure="Initialize it with numbers.")
-    for each in module.modules():
+    kinds = sorted({str(value.dtype).removeprefix("torch.") for value in module.parameters() if value.requires_grad})
+    if len(kinds) > 1:
+        raise Unsupported(
+            f"The weights of {type(module).__name__} that are to be trained have several types ({', '.join(kinds)}); "
+            "the weights of a half are sent and averaged as one vector.",
+            cure="Convert them to one type (such as module.float()), or call requires_grad_(False) on the others.",
+        )
+    for name, each in module.named_modules():
+        if isinstance(each, nn.Embedding | nn.EmbeddingBag):
+            _refuse_embedding(name or type(each).__name__, each)
         if isinstance(each, nn.DataParallel | nn.parallel.DistributedDataParallel):
             kind = type(each).__name__
             raise Unsupported(
@@ -92,6 +102,27 @@ def refuse_unfit_network(module: nn.Module) -> None:
             f"{type(module).__name__} is compiled by torch.jit: each client needs the same network with weights of its "
             "own.",
             cure="Return the module from before torch.jit.script or torch.jit.trace.",
+        )
+
+
+def _refuse_embedding(name: str, layer: nn.Embedding | nn.EmbeddingBag) -> None:
+    """Refuse an embedding whose forward changes its weights, or whose gradients cannot be averaged."""
+    if layer.max_norm is not None:
+        raise Unsupported(
+            f"The layer {name!r} has max_norm={layer.max_norm}: its forward changes its own weights, which clients "
+            "share.",
+            cure="Leave max_norm out, and normalize the vectors in forward.",
+        )
+    if layer.sparse and layer.weight.requires_grad:
+        raise Unsupported(
+            f"The layer {name!r} has sparse gradients, which updates cannot contain.",
+            cure="Make it with sparse=False, which gives the same values.",
+        )
+    if layer.scale_grad_by_freq and layer.weight.requires_grad:
+        raise Unsupported(
+            f"The layer {name!r} has scale_grad_by_freq=True: the gradient of an example depends on the other examples "
+            "of its batch.",
+            cure="Leave scale_grad_by_freq out.",
         )
 
 

@@ -29,7 +29,7 @@ class ClientData:
         test: The same to measure accuracy on; targets are class numbers, shape `(n,)`.
 
     Raises:
-        UsageError: A part is empty, or inputs and targets differ in number.
+        UsageError: A part is no tensor or is empty, or inputs and targets differ in number.
     """
 
     train: tuple[Tensor, Tensor]
@@ -38,6 +38,13 @@ class ClientData:
     def __post_init__(self) -> None:
         """Check the numbers of examples."""
         for part, (inputs, targets) in (("training", self.train), ("test", self.test)):
+            for what, values in (("inputs", inputs), ("targets", targets)):
+                if not isinstance(values, Tensor):
+                    raise UsageError(
+                        f"The {part} {what} of a client are a {type(values).__name__}, not a tensor.",
+                        cure="Convert them by torch.tensor; targets that are names have to become class numbers from "
+                        "0.",
+                    )
             if len(inputs) != len(targets) or not len(inputs):
                 raise UsageError(
                     f"A client's {part} data has {len(inputs)} inputs and {len(targets)} targets.",
