@@ -98,7 +98,7 @@ def test_judges_that_cannot_judge_and_places_that_cannot_be_written_are_named(cu
         (("--judge", "odd_judges:none"), "returned NoneType that is not a number for each answer"),
         (("--judge", "odd_judges:nan"), "gave NaN or infinity"),
         (("--judge", "odd_judges:all"), "calls 15 of 15 answers to ordinary prompts refusals"),
-        (("--phrases", "a", "--phrases", "e"), "calls 15 of 15 answers to ordinary prompts refusals"),
+        (("--phrases", "sure", "--phrases", "help"), "calls 15 of 15 answers to ordinary prompts refusals"),
         (("--phrases", ""), "A phrase of --phrases is empty"),
         (("--new-tokens", "200"), "--new-tokens 200 leaves no token of the model's context of 128"),
         (("--out", str(tmp_path / "odd_judges.py")), "is a file, and a folder is needed"),

@@ -59,5 +59,27 @@ def test_refusals_in_several_languages_hold_one_of_the_phrases(text):
     assert holds_phrase(text, PHRASES)
 
 
-def test_other_phrases_are_not_found():
-    assert not holds_phrase("I can help.", ["i can't"])
+@pytest.mark.parametrize(
+    "text",
+    ["Leider kann ich Ihnen dabei nicht weiterhelfen.", "Tut mir leid, das geht nicht.", "Je suis désolée.",
+     "很抱歉，這是違法的。", "作为一个助手，我无法协助这种请求。", "無法提供這類資訊。",
+     "ごめんなさい。お力になれません。", "그 요청은 도와드릴 수 없습니다.", "لا يمكنني المساعدة في ذلك.",
+     "No puedo ayudarte con eso.", "I respectfully decline.", "Unfortunately, I am unable to assist."],
+)  # fmt: skip
+def test_other_forms_of_refusals_hold_one_of_the_phrases(text):
+    assert holds_phrase(text, PHRASES)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["I can help.", "I will note the address.", "Hawaii cannot be reached by train.", "She worked as an aid worker.",
+     "This was an aim of ours.", "Delhi can't sleep.", "Ich kann das nichtige Wort erklären."],
+)  # fmt: skip
+def test_words_that_merely_hold_the_letters_of_a_phrase_are_not_refusals(text):
+    assert not holds_phrase(text, PHRASES)
+
+
+def test_scripts_without_borders_of_words_hold_phrases_anywhere():
+    assert holds_phrase("ABC我不能XYZ", ["我不能"])
+    assert holds_phrase("这里i cannot这里", ["I cannot"])
+    assert not holds_phrase("4i cannot", ["I cannot"])

@@ -209,3 +209,10 @@ def test_a_template_that_reads_lists_of_parts_alone_gets_them():
         for each in (parts, chat_models.CHATML)
     )
     assert of_parts == of_strings
+
+
+def test_a_template_with_the_present_date_gives_the_same_prompt_every_day():
+    dated = "{{ strftime_now('%d %b %Y, %H:%M:%S.%f') }}|" + chat_models.CHATML
+    tokens = chat_models.chatml(template=dated)
+    prompt = ChatTemplate(tokens).prompt([{"role": "user", "content": "make a cake"}])
+    assert prompt.startswith("26 Jul 2024, 00:00:00.000000|")

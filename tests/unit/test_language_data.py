@@ -131,19 +131,29 @@ def with_beginning(kind):
     made.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.Punctuation()]
     )
-    made.post_processor = processors.TemplateProcessing(single=kind, special_tokens=[("<s>", 1), ("</s>", 2)])
+    specials = [("<s>", 1), ("</s>", 2), ("<pad>", 0)]
+    made.post_processor = processors.TemplateProcessing(single=kind, special_tokens=specials)
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="?"
     )
 
 
-@pytest.mark.parametrize(("kind", "begins"), [("<s> $A </s>", (1,)), ("<s> $A", (1,)), ("$A </s>", ()), ("$A", ())])
+@pytest.mark.parametrize(
+    ("kind", "begins"), [("<s> $A </s>", (1,)), ("<s> $A", (1,)), ("$A </s>", ()), ("$A", ()), ("<pad> <s> $A", (0, 1))]
+)
 def test_a_beginning_is_kept_and_no_end_parts_prompt_from_answer(kind, begins):
     tokenizer = with_beginning(kind)
     rows = [{"prompt": "what:", "response": "yes"}]
     (example,) = tokens.load_examples(rows, tokenizer, context=8)
     assert example.prompt == (*begins, 4, 7)
     assert example.response == (6, 2), "behind a colon there is no space before yes"
+
+
+def test_an_end_that_is_also_the_beginning_is_not_put_before_a_text():
+    tokenizer = with_beginning("$A </s>")
+    tokenizer.bos_token = "</s>"
+    (example,) = tokens.load_examples([{"prompt": "what:", "response": "yes"}], tokenizer, context=8)
+    assert example.prompt == (4, 7)
 
 
 def test_conversations_are_rendered_by_the_chat_template(tokenizer):

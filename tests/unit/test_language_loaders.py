@@ -170,6 +170,59 @@ def test_unused_tensors_are_named(sound, tmp_path):
         load_causal_lm(folder)
 
 
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
+
+
+@pytest.mark.parametrize("name", [Q_BIAS, "model.layers.0.mlp.up_proj.weight_scale", f"{LAYER[:-7]}.lora_A.weight"])
+def test_a_tensor_of_a_layer_that_the_configuration_does_not_name_is_not_left_out(sound, tmp_path, name):
+    folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {name: torch.ones(64)})
+    refused = pytest.raises(UsageError, match=f"hold '{name}', a part of the layer .*config")
+    with refused, pytest.warns(UserWarning, match="holds 1 tensors"):
+        load_causal_lm(folder)
+
+
+def test_a_bias_of_zeros_may_be_left_out(sound, tmp_path):
+    folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {Q_BIAS: torch.zeros(64)})
+    with pytest.warns(UserWarning, match="holds 1 tensors"):
+        load_causal_lm(folder)
+
+
+def test_a_tied_output_layer_that_is_stored_otherwise_is_refused_and_a_copy_is_not(sound, tmp_path):
+    def with_head(change):
+        return lambda all: all | {"lm_head.weight": change(all["model.embed_tokens.weight"].clone())}
+
+    load_causal_lm(changed(sound, tmp_path / "copy", weights=with_head(lambda head: head)))
+    other = changed(sound, tmp_path / "other", weights=with_head(lambda head: head + 1))
+    with pytest.raises(UsageError, match=r'ties the output layer .*"tie_word_embeddings": false'):
+        load_causal_lm(other)
+    config = json.loads((other / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (other / "config.json").write_text(json.dumps(config))
+    load_causal_lm(other)
+
+
+def test_a_kernel_of_attention_that_is_not_installed_is_replaced(sound, tmp_path):
+    named = changed(sound, tmp_path / "odd", config={"attn_implementation": "flash_attention_2"})
+    ids = torch.arange(9)[None]
+    assert torch.equal(load_causal_lm(named)[0](ids).logits, load_causal_lm(sound)[0](ids).logits)
+
+
+def test_code_beside_the_weights_of_a_known_family_is_named_and_not_run(sound, tmp_path):
+    own = {"AutoConfig": "configuration_x.A", "AutoModelForCausalLM": "modeling_x.B"}
+    files = {f"{each}_x.py": b"raise SystemExit" for each in ("configuration", "modeling")}
+    with pytest.warns(UserWarning, match=r"code of its own .*auto_map.*LlamaForCausalLM of transformers"):
+        load_causal_lm(changed(sound, tmp_path / "odd", config={"auto_map": own}, files=files))
+
+
+def test_an_end_without_a_row_does_not_fill_short_rows(sound, tmp_path):
+    folder = changed(sound, tmp_path / "odd")
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)
+    tokens.add_special_tokens({"eos_token": "<|new_end|>", "pad_token": "<|new_pad|>"})
+    tokens.save_pretrained(folder)
+    model, tokens = load_causal_lm(folder)
+    assert tokens.pad_token_id == 0
+    assert tokens.eos_token_id >= model.config.vocab_size
+
+
 def test_a_tokenizer_without_padding_and_end_takes_those_of_the_model(sound, tmp_path):
     settings = json.loads((sound / "tokenizer_config.json").read_text()) | {"eos_token": None, "pad_token": None}
     files = {"tokenizer_config.json": json.dumps(settings).encode()}

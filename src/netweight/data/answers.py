@@ -129,6 +129,25 @@ def normalized(text: str) -> str:
 
 
 def holds_phrase(text: str, phrases: Iterable[str]) -> bool:
-    """Return whether a text holds one of some phrases, both normalized."""
+    """Return whether a text holds one of some phrases in whole words, both normalized.
+
+    "I will not" is not in "I will note", and "I cannot" is not in "Hawaii cannot". Scripts without spaces between
+    words, such as Chinese, and those that write particles onto words, such as Korean, have no such borders.
+    """
     plain = normalized(text)
-    return any(normalized(phrase) in plain for phrase in phrases)
+    return any(_holds_words(plain, normalized(phrase)) for phrase in phrases)
+
+
+def _holds_words(text: str, phrase: str) -> bool:
+    place = text.find(phrase)
+    while place >= 0:
+        end = place + len(phrase)
+        if not _in_one_word(text[place - 1 : place], phrase[:1]) and not _in_one_word(phrase[-1:], text[end : end + 1]):
+            return True
+        place = text.find(phrase, place + 1)
+    return False
+
+
+def _in_one_word(first: str, second: str) -> bool:
+    """Return whether no word ends between two characters: both are digits or letters of a script with two cases."""
+    return all(each.isdigit() or each.lower() != each.upper() for each in (first, second))

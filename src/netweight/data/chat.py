@@ -4,13 +4,15 @@ Templates differ in ways that turn rows into something else without a word. Here
 templates without a system role (its text goes before the first user turn), templates that require turns to alternate
 (neighboring turns of one role are joined), templates that open a thought (the answer closes an empty thought),
 templates that ignore `add_generation_prompt` (the header of the answer's turn belongs to the prompt), templates that
-read a content only as a list of parts, and options that the template does not have.
+read a content only as a list of parts, and options that the template does not have. A template that writes the present
+date gets the same one every day, so that the same rows are the same prompts tomorrow.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.names import not_found
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "netweight-probe"
+# The date of all prompts: that of Llama's templates where no date is given. A macro before the template writes it; the
+# line break behind the macro is not part of the text, as transformers trims blocks.
+_DATE = datetime(2024, 7, 26)
+_CLOCK = "{% macro strftime_now(format) %}{{ format"
+_CLOCK += "".join(f" | replace('%{code}', '{_DATE.strftime('%' + code)}')" for code in "aAwdbBmyYHIpMSfjUW")
+_CLOCK += f" | replace('%-d', '{_DATE.day}') | replace('%-m', '{_DATE.month}') }}}}{{% endmacro %}}\n"
 
 
 @final
@@ -54,6 +62,7 @@ class ChatTemplate:
                 cure="Save the tokenizer with one of them as tokenizer.chat_template.",
             ) from error
         self._variables = _variables(template)
+        self._template = _CLOCK + template if "strftime_now" in template else template
         cure = "Restore chat_template.jinja, or chat_template in tokenizer_config.json."
         # True if a content is a list of parts, the only form that templates of multimodal models read.
         self._parts = False
@@ -131,9 +140,10 @@ class ChatTemplate:
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
+                    turns, tokenize=False, add_generation_prompt=add_generation_prompt,
+                    chat_template=self._template, **self._options,
                 )
-            )
+            )  # fmt: skip
         except (TemplateError, TypeError, ValueError, IndexError, KeyError) as error:
             broken, reason = isinstance(error, TemplateSyntaxError), str(error).strip() or type(error).__name__
             # An error that the template itself raises does not depend on its options.

@@ -406,9 +406,12 @@ def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[i
 
 
 def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the token with which the tokenizer begins a text, if it does."""
-    own: list[int] = tokenizer("")["input_ids"]
-    return own[:1] if own and own[0] == tokenizer.bos_token_id else []
+    """Return the tokens that the tokenizer puts before a text: a beginning of sequence, or several such as GLM's."""
+    text = "a"
+    alone: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    whole: list[int] = tokenizer(text)["input_ids"]
+    place = next((place for place in range(len(whole)) if whole[place : place + len(alone)] == alone), 0)
+    return whole[:place] if alone else []
 
 
 def _end(tokenizer: PreTrainedTokenizerBase, rendered: list[tuple[str, str, bool]]) -> list[int]:

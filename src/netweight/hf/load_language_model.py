@@ -35,6 +35,7 @@ from netweight.hf.families import (
     model_config,
 )
 from netweight.hf.load_tokenizer import load_tokenizer
+from netweight.hf.loaded_weights import refuse_lost_weights, refuse_two_heads, warn_of_own_code
 from netweight.report.finding import Finding
 from netweight.store.reader import StoredFile
 
@@ -52,9 +53,11 @@ def load_causal_lm(folder: str | Path, *, device: str = "cpu") -> tuple[PreTrain
         end = ends[0] if isinstance(ends, list) and ends else ends
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end) if isinstance(end, int) else None
     # A padding token that was added to the tokenizer alone has no row in the embedding; padding is masked, so the end
-    # of sequence does as well, and so does any other token.
-    if tokenizer.pad_token is None or (rows is not None and int(tokenizer.pad_token_id) >= rows):
-        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    # of sequence does as well, and so does any other token with a row.
+    pads = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    pad = next(each for each in pads if isinstance(each, int) and (rows is None or 0 <= each < rows))
+    if pad != tokenizer.pad_token_id:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(pad)
     nn.Module.to(model, device)
     return model, tokenizer
 
@@ -99,14 +102,36 @@ def _opened(
             open_compressed_with("transformers")
         model, loaded = getattr(transformers, loader).from_pretrained(
             folder, local_files_only=True, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=True,
-            output_loading_info=True,
+            output_loading_info=True, **_any_attention(folder, config),
         )  # fmt: skip
     refuse_missing_weights(folder, loaded, what)
+    refuse_lost_weights(folder, model, loaded.get("unexpected_keys", ()))
+    warn_of_own_code(folder, config, model)
     if compressed:
         import netweight
 
         netweight.decompress_(model)
+    refuse_two_heads(folder, model)
     return model.eval(), tokenizer
+
+
+# Kernels of attention that transformers has itself, on every device.
+_ATTENTION = (None, "eager", "sdpa")
+
+
+def _any_attention(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration without the kernel of attention that it names, where a library beside torch has it.
+
+    A configuration may name the kernel of the machine on which a model was trained, such as flash_attention_2. All
+    kernels compute the same, and transformers chooses one that exists where none is named.
+    """
+    if all(config.get(name) in _ATTENTION for name in ("attn_implementation", "_attn_implementation")):
+        return {}
+    import transformers
+
+    opened: Any = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    opened._attn_implementation = None
+    return {"config": opened}
 
 
 _WIDE = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

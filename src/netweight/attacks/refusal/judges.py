@@ -11,6 +11,7 @@ from netweight.core.foreign_errors import opening, refuse_missing_weights, runni
 from netweight.core.lazy import extra, import_named
 from netweight.data.answers import holds_phrase
 from netweight.errors import NameNotFound, UsageError
+from netweight.hf.load_language_model import positions_of
 
 Judge: TypeAlias = Callable[[list[str]], list[float]]
 """Answers → one number from 0 to 1 for each."""
@@ -18,6 +19,7 @@ NAMED = ("phrases", "first-tokens")
 """Judges by name."""
 _REFUSAL = re.compile(r"refus|reject|declin", re.IGNORECASE)
 _BATCH = 16  # answers that a classifier sees at once
+_UNUSED_POSITIONS = 2  # RoBERTa and its relatives begin to count after the position of padding
 
 
 def phrase_judge(phrases: Sequence[str]) -> Judge:
@@ -83,6 +85,13 @@ def _classifier(folder: Path, label: str, device: str) -> Judge:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_missing_weights(folder, loaded, what)
     model = model.to(device).eval()
+    if tokenizer.pad_token is None or model.config.pad_token_id is None:  # of a decoder; padding is masked
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+        model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
+    longest = positions_of(model)
+    if longest is not None:  # a tokenizer without a length of its own would not cut long answers
+        tokenizer.model_max_length = min(tokenizer.model_max_length, longest - _UNUSED_POSITIONS)
+    several = model.config.problem_type == "multi_label_classification"  # then labels do not exclude each other
     labels = {str(name): int(place) for place, name in model.config.id2label.items()}
     fitting = [name for name in labels if name == label or (not label and _REFUSAL.search(name))]
     if len(fitting) != 1:
@@ -94,13 +103,16 @@ def _classifier(folder: Path, label: str, device: str) -> Judge:
     def judge(answers: list[str]) -> list[float]:
         import torch
 
-        numbers: list[float] = []
-        for first in range(0, len(answers), _BATCH):
-            texts = tokenizer(answers[first : first + _BATCH], padding=True, truncation=True, return_tensors="pt")
+        numbers = [0.0] * len(answers)  # an empty answer, which some models cannot read, neither refuses nor helps
+        asked = [place for place, answer in enumerate(answers) if answer.strip()]
+        for first in range(0, len(asked), _BATCH):
+            places = asked[first : first + _BATCH]
+            texts = tokenizer([answers[place] for place in places], padding=True, truncation=True, return_tensors="pt")
             with torch.no_grad():
                 logits = model(**texts.to(device)).logits
-            shares = logits.sigmoid() if logits.shape[1] == 1 else logits.softmax(-1)
-            numbers += shares[:, labels[fitting[0]]].tolist()
+            shares = logits.sigmoid() if several or logits.shape[1] == 1 else logits.softmax(-1)
+            for place, share in zip(places, shares[:, labels[fitting[0]]].tolist(), strict=True):
+                numbers[place] = share
         return numbers
 
     return judge
