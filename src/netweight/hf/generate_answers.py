@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # The most tokens of the prompts of a batch, padding included. Their cache must fit into memory.
 _BATCH_TOKENS = 8192
 _BATCH_ROWS = 64
+_ALONE = ("rwkv",)  # families whose code in transformers mixes the rows of a batch as soon as a cache is used
+_SEES_PADDING = ("reformer", "xlnet")  # families whose attention has chunks or positions that padding shifts
 _PADDED = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask hides padding from
 
 
@@ -81,7 +83,8 @@ def generate_answers(
     generate = _with_cache if cached else _without_cache
     stops = set(ends)
     with evaluating(model):
-        for rows in _batches(prompts, padded=cached and hides_padding(model)):
+        alone = getattr(getattr(model, "config", None), "model_type", None) in _ALONE
+        for rows in _batches(prompts, padded=cached and hides_padding(model), most=1 if alone else _BATCH_ROWS):
             made = generate(model, [prompts[row] for row in rows], new_tokens, sorted(stops), pad_id)
             for row, tokens in zip(rows, made, strict=True):
                 stop = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
@@ -89,12 +92,12 @@ def generate_answers(
     return answers
 
 
-def _batches(prompts: Sequence[Sequence[int]], *, padded: bool) -> Iterator[list[int]]:
+def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most: int) -> Iterator[list[int]]:
     """Yield rows of like length, the longest first, so that what does not fit into memory fails at once."""
     batch: list[int] = []
     for row in sorted(range(len(prompts)), key=lambda row: -len(prompts[row])):
         longest = len(prompts[batch[0]]) if batch else len(prompts[row])
-        full = len(batch) == _BATCH_ROWS or (len(batch) + 1) * longest > _BATCH_TOKENS
+        full = len(batch) == most or (len(batch) + 1) * longest > _BATCH_TOKENS
         if batch and (full or (not padded and len(prompts[row]) != longest)):
             yield batch
             batch = []
@@ -109,8 +112,10 @@ def hides_padding(model: nn.Module) -> bool:
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
-    recurrent = any(
-        hasattr(config, name) for name in ("ssm_state_size", "state_size", "conv_kernel", "mamba_d_state", "rwkv")
+    if getattr(config, "model_type", None) in _SEES_PADDING:
+        return False
+    recurrent = getattr(model, "_is_stateful", False) or any(
+        hasattr(config, name) for name in ("ssm_state_size", "state_size", "conv_kernel", "mamba_d_state")
     )
     return not recurrent and all(kind in _PADDED for kind in kinds)
 

@@ -237,7 +237,10 @@ def positions_of(model: nn.Module) -> int | None:
     config: Any = getattr(model, "config", None)
     of_text = getattr(config, "get_text_config", None)
     config = of_text() if callable(of_text) else config
-    longest = getattr(config, "max_position_embeddings", None)
+    try:
+        longest = getattr(config, "max_position_embeddings", None)
+    except NotImplementedError:  # XLNet's configuration says by an exception that there is no limit
+        return None
     return longest if isinstance(longest, int) and longest > 0 else None
 
 

@@ -305,6 +305,7 @@ def next_tokens(model: nn.Module, prompts: Sequence[tuple[int, ...]], pad_id: in
     rows: dict[int, Tensor] = {}
     with evaluating(model):
         past = _prefix(model, prompts[0][:shared], device) if shared else None
+        shared = 0 if past is None else shared
         for first in range(0, len(order), _ROWS):
             batch = order[first : first + _ROWS]
             logits = _last_logits(model, [prompts[row][shared:] for row in batch], shared, past, pad_id, device)
@@ -331,8 +332,11 @@ def _takes_cache(model: nn.Module) -> bool:
 
 
 def _prefix(model: Any, prefix: Sequence[int], device: torch.device) -> Any:
+    """Return the cache of a beginning; None from a model that keeps none, such as the first GPT."""
     ids = torch.tensor([list(prefix)], device=device)
-    return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1).past_key_values
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, logits_to_keep=1)
+    past = getattr(output, "past_key_values", None)
+    return past if hasattr(past, "batch_repeat_interleave") else None
 
 
 def _last_logits(
