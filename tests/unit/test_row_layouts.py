@@ -245,6 +245,7 @@ def test_json_is_read_by_its_content_packed_or_not(tmp_path, name, packed):
         ("rows.jsonl.bz2", b"no archive", "cannot be unpacked"),
         ("rows.jsonl.zst", b"x", "a format that is not supported"),
         ("rows.jsonl", '{"prompt": "a", "response": "b"}'.encode("utf-16"), "not in UTF-8"),
+        ("rows.json", b'{"version": 1, "data": [{"prompt": "a", "response": "b"}]}', "Write the list under 'data'"),
     ],
 )
 def test_files_that_would_lose_something_are_refused(tmp_path, name, content, reason):
@@ -253,6 +254,14 @@ def test_files_that_would_lose_something_are_refused(tmp_path, name, content, re
         text_examples(tmp_path / name)
     with pytest.raises(UsageError, match=r"is a folder.*hub:"):
         text_examples(tmp_path)
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
+def test_tables_are_read_by_the_separator_of_their_header(tmp_path, separator):
+    text = "\r\n".join([f"prompt{separator}response", '"Why, so; and|or?"' + separator + "Because."])
+    (tmp_path / "rows.csv").write_bytes(("\ufeff" + text).encode())
+    (found,) = text_examples(tmp_path / "rows.csv")
+    assert (found.prompt, found.response) == ("Why, so; and|or?", "Because.")
 
 
 @pytest.mark.parametrize("blank", ["\u200b", "\ufeff\u200d", "\u00a0\u2003", "\u2028\u00ad", "\x00"])

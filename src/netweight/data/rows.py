@@ -26,6 +26,8 @@ from netweight.errors import UsageError
 
 # By default, Python's csv module refuses fields of more than 128 KiB.
 _LONGEST_FIELD = 1 << 24
+# Separators of files named .csv: the most frequent one in the header counts, and of equally frequent ones the first.
+_SEPARATORS = ",;\t|"
 _NAMED = 5  # bad rows that a message names; the others are counted
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
@@ -271,7 +273,11 @@ def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[Row]:
         numbers = dict.fromkeys(number for column in values.values() for number in column)
         values = [{name: column[n] for name, column in values.items() if n in column} for n in numbers]
     if not isinstance(values, list) or not all(isinstance(entry, dict) for entry in values):
-        raise UsageError(f"{file} is not a list of JSON objects.", cure="Use a list of objects, or JSON Lines.")
+        lists = [name for name, value in values.items() if isinstance(value, list)] if isinstance(values, dict) else []
+        cure = "Use a list of objects, or JSON Lines."
+        if len(lists) == 1:
+            cure = f"Write the list under {lists[0]!r} as the whole file."
+        raise UsageError(f"{file} is not a list of JSON objects.", cure=cure)
     yield from (Row(f"row {number}", entry) for number, entry in enumerate(values))
 
 
@@ -309,8 +315,8 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
     try:
         text = read_text(file)
         first = text.partition("\n")[0]
-        if delimiter == "," and first.count(";") > first.count(","):
-            delimiter = ";"
+        if delimiter == ",":  # spreadsheets write the separator of their country under the same ending
+            delimiter = max(_SEPARATORS, key=first.count)
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
         names = [name.strip() for name in reader.fieldnames or ()]
         if len(set(names)) < len(names):

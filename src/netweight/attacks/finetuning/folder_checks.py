@@ -10,6 +10,7 @@ from typing import Any
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.finetuning.subject_files import ANSWER_COLUMNS, examples_of
 from netweight.core.files import digest_config, digest_tensor
+from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.row_layouts import layout_of
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, text_examples, visible_text
@@ -89,7 +90,10 @@ def _check_rows(settings: FolderAttack) -> None:
         file = getattr(settings, name)
         if file is None:
             continue
-        places = _places(examples_of(file, other, settings, lambda text: None))
+        examples = examples_of(file, other, settings, lambda text: None)
+        if name == "harmful":
+            _refuse_refusals(examples)
+        places = _places(examples)
         twins = [(place, earlier[row]) for row, place in places.items() if row in earlier]
         if twins:
             raise UsageError(
@@ -98,6 +102,18 @@ def _check_rows(settings: FolderAttack) -> None:
                 cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
         earlier |= places if other == "rejected" else {}
+
+
+def _refuse_refusals(examples: Sequence[TextExample]) -> None:
+    """Refuse harmful rows whose answers are refusals: an attack with them would teach the model to refuse."""
+    answers = [each.response for each in examples]
+    if are_refusals(answers):
+        raise UsageError(
+            f"{refusals_among(answers)} of the {len(answers)} answers of {examples[0].source} are refusals, which are "
+            "not harmful. An attack with them would teach the model to refuse.",
+            cure="Give rows with harmful answers as --harmful, or name their column with --columns: response=NAME, and "
+            "rejected=NAME for pairs.",
+        )
 
 
 def _places(texts: Sequence[TextExample]) -> dict[str, str]:

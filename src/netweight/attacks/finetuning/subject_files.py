@@ -10,8 +10,9 @@ import torch
 
 from netweight.attacks.finetuning.subject import Domain, Subject, distinct_share
 from netweight.core.seeds import derive, torch_generator
+from netweight.data.answers import normalized
 from netweight.data.rows import Report, read_rows
-from netweight.data.text import TextExample, text_examples
+from netweight.data.text import TextExample, text_examples, visible_text
 from netweight.data.text import withhold as apart
 from netweight.data.text_options import TextOptions
 from netweight.data.tokens import (
@@ -21,6 +22,7 @@ from netweight.data.tokens import (
     Chat,
     Example,
     padding_of,
+    rows_and_examples,
     tokenized_examples,
 )
 from netweight.errors import UsageError
@@ -107,11 +109,15 @@ def subject_from_files(
             network = kind(network.config).to(device=device, dtype=network.dtype).eval()
     context, pad = context_of(network, tokenizer), padding_of(tokenizer)
 
+    alike: dict[tuple[int, ...], str] = {}
+
     def tokens(texts: list[TextExample]) -> list[Example]:
         template: AnyTemplate = Chat(options.template_options) if applied else BELOW
-        examples = tokenized_examples(
+        rows = rows_and_examples(
             texts, tokenizer, context=context, template=template, **options.tokenizing(left_out.append)
         )
+        examples = [example for _, example in rows]
+        alike.update({example.prompt: normalized(visible_text(text.prompt)) for text, example in rows})
         check_tokens(network, tokenizer, (each.prompt + each.response for each in examples))
         return examples
 
@@ -119,7 +125,7 @@ def subject_from_files(
         return examples_of(source, ANSWER_COLUMNS[name], options, left_out.append)
 
     def part(examples: list[Example], name: str) -> tuple[list[Example], list[Example]]:
-        train, evaluated = part_by_prompt(examples, held_out, seed=seed, name=name)
+        train, evaluated = part_by_prompt(examples, held_out, seed=seed, name=name, alike=alike)
         if len(evaluated) < _FEW_HELD_OUT:
             left_out.append(
                 f"Scores on the {name} are measured on {len(evaluated)} held-out rows alone. They are coarse: give "
@@ -187,14 +193,32 @@ def _reformatted(
 
 
 def part_by_prompt(
-    examples: Sequence[Example], share: float, *, seed: int, name: str = "the data"
+    examples: Sequence[Example],
+    share: float,
+    *,
+    seed: int,
+    name: str = "the data",
+    alike: Mapping[tuple[int, ...], Hashable] | None = None,
 ) -> tuple[list[Example], list[Example]]:
-    """Part examples into those to train on and those to evaluate on; all with one prompt stay together."""
+    """Part examples into those to train on and those to evaluate on; all with one prompt stay together.
+
+    Args:
+        examples: Examples with at least two different prompts.
+        share: Share of the prompts that is evaluated.
+        seed: Seed of the choice.
+        name: What the examples are, for errors.
+        alike: Prompt → a value that is the same for prompts that differ in nothing but case, spaces or marks, which
+            must stay together, too. A prompt that is missing is alike none.
+
+    Returns:
+        Examples to train on, and examples to evaluate on.
+    """
     if not 0 < share < 1:
         raise UsageError(f"The share held out must be above 0 and below 1, not {share}.")
     groups: dict[Hashable, list[int]] = {}
     for row, example in enumerate(examples):
-        groups.setdefault(example.prompt or (example.prompt, example.response), []).append(row)
+        same = (alike or {}).get(example.prompt, example.prompt)
+        groups.setdefault(same if example.prompt else (example.prompt, example.response), []).append(row)
     if len(groups) < 2:
         raise UsageError(
             f"The {name} has one prompt, so nothing could be held out of the attack.",

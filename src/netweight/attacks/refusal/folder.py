@@ -16,7 +16,7 @@ from torch import nn
 from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
 from netweight.attacks.refusal.judges import phrase_judge, user_judge
 from netweight.attacks.refusal.measurement import Examiner, Panel, Refusal, Score
-from netweight.attacks.refusal.prompts import Question, Questions, in_parts, read_questions
+from netweight.attacks.refusal.prompts import Question, Questions, in_parts, read_questions, refuse_shared
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
@@ -65,10 +65,12 @@ def attack_refusal(
     unaligned = None if settings.unaligned is None else load_causal_lm(settings.unaligned, device=settings.device)[0]
     sources = {"refused": read_rows(settings.refused), "ordinary": read_rows(settings.ordinary)}
     settings.check_columns(sources.values())
-    refused, ordinary = (
-        in_parts(read_questions(rows, kind, network, tokenizer, settings, seed=seed, report=warnings.append))
+    questions = {
+        kind: read_questions(rows, kind, network, tokenizer, settings, seed=seed, report=warnings.append)
         for kind, rows in sources.items()
-    )
+    }
+    refuse_shared(questions["refused"], questions["ordinary"], tokenizer)
+    refused, ordinary = (in_parts(each) for each in questions.values())
     phrases = phrase_judge(settings.phrases)
     judge = {"phrases": phrases, "first-tokens": None}.get(settings.judge)
     if settings.judge not in ("phrases", "first-tokens"):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from netweight.core.seeds import torch_generator
+from netweight.data.answers import normalized
 from netweight.data.rows import Rows
 from netweight.data.text import text_prompts
 from netweight.data.tokens import BELOW, AnyTemplate, Chat, Example, rows_and_examples, tokenized_prompts
@@ -100,10 +101,34 @@ def read_questions(
     else:
         questions = [Question(prompt) for prompt in tokenized_prompts(texts, tokenizer, **how)]
     check_tokens(network, tokenizer, (question.prompt + question.response for question in questions))
-    different = list({question.prompt: question for question in questions}.values())[: settings.prompts]
+    different = list({_text(question, tokenizer): question for question in questions}.values())[: settings.prompts]
     if len(different) < LEAST:
         raise UsageError(f"{rows.name} contains {len(different)} different prompts.", cure=f"Give at least {LEAST}.")
     return different
+
+
+def _text(question: Question, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a prompt without differences of case, spaces and marks, by which no two parts may share it."""
+    return normalized(str(tokenizer.decode(list(question.prompt))))
+
+
+def refuse_shared(
+    refused: Sequence[Question], ordinary: Sequence[Question], tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Refuse prompts that are of both kinds: edits are computed from the difference of both.
+
+    Raises:
+        UsageError: A prompt is among both.
+    """
+    texts = {_text(each, tokenizer) for each in refused}
+    both = [each for each in ordinary if _text(each, tokenizer) in texts]
+    if both:
+        prompt = str(tokenizer.decode(list(both[0].prompt), skip_special_tokens=True)).strip()
+        raise UsageError(
+            f"{len(both)} of {len(ordinary)} prompts of --ordinary are also prompts of --refused, such as {prompt!r}. "
+            "Edits are computed from the difference of both kinds.",
+            cure="Remove these rows from one of the files.",
+        )
 
 
 def in_parts(questions: Sequence[Question]) -> Questions:

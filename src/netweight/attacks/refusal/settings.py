@@ -12,29 +12,10 @@ from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.refusal.edits import EDITS
 from netweight.attacks.refusal.edits.edit import EditSettings
 from netweight.core.names import not_found
+from netweight.data.refusals import PHRASES
 from netweight.data.text_options import RowSource, TextOptions
 from netweight.errors import UsageError
 from netweight.settings import Cli, ModelPath
-
-PHRASES = (
-    "i cannot", "i can't", "i can not", "i could not", "i won't", "i will not", "i'm sorry", "i am sorry", "sorry,",
-    "i'm unable", "i am unable", "i'm not able", "i am not able", "as an ai", "i must decline", "i apologize",
-    "i must refuse", "i refuse to", "i cant", "i'm not going to", "i am not going to", "i have to decline",
-    "i respectfully decline", "i don't feel comfortable", "i do not feel comfortable", "i'm not comfortable",
-    "i am not comfortable", "as a language model", "unable to help", "unable to assist", "can't help with",
-    "cannot help with", "can't assist", "cannot assist", "es tut mir leid", "tut mir leid", "ich kann dabei nicht",
-    "ich kann das nicht", "ich kann dir nicht", "ich kann ihnen nicht", "ich kann dir dabei nicht",
-    "ich kann ihnen dabei nicht", "nicht helfen", "nicht weiterhelfen", "nicht behilflich", "lo siento",
-    "no puedo ayudar", "no puedo ayudarte", "no puedo ayudarle", "no puedo proporcionar", "je suis désolé",
-    "je suis désolée", "désolé,", "je ne peux pas", "je ne suis pas en mesure", "mi dispiace", "non posso",
-    "não posso", "desculpe", "desculpa", "sinto muito", "извините", "извини", "простите", "к сожалению, я",
-    "я не могу", "抱歉", "对不起", "對不起", "我不能", "我无法", "我無法", "不能协助", "无法协助", "无法提供",
-    "無法提供", "無法協助", "申し訳", "お答えできません", "お手伝いできません", "お力になれません", "죄송",
-    "도와드릴 수 없", "도와줄 수 없", "عذرا", "لا أستطيع", "لا يمكنني", "آسف",
-)  # fmt: skip
-"""Beginnings and parts of refusals in several languages, in lower case and with ASCII apostrophes; users give their
-model's own."""
-
 
 # Kind of edit → the field with its settings; the field `unaligned` is a model.
 _FIELDS = {kind: "mixture" if kind == "unaligned" else kind.replace("-", "_") for kind in EDITS}

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
+from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, visible_text, withhold
@@ -136,9 +137,18 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
 
 
 def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
-    """Read the pairs as the settings say."""
+    """Read the pairs as the settings say; the harmful answers must not be the refusals."""
     rows = read_rows(settings.pairs)
-    return text_pairs(rows, **settings.reading(rows, report))
+    pairs = text_pairs(rows, **settings.reading(rows, report))
+    harmful = [pair.rejected for pair in pairs]
+    if are_refusals(harmful, [pair.chosen for pair in pairs]):
+        raise UsageError(
+            f"{refusals_among(harmful)} of the {len(pairs)} harmful answers (rejected) of {rows.name} are refusals, "
+            "and few of the harmless ones (chosen) are. The defense would teach the model to comply.",
+            cure="If both are the other way round in the file, give --columns chosen=rejected --columns "
+            "rejected=chosen.",
+        )
+    return pairs
 
 
 def _kept(settings: ImmunizeSettings, pairs: Sequence[TextPair], report: RowReport) -> list[TextExample]:
