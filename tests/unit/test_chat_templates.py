@@ -6,7 +6,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 import chat_models
 
-from netweight.data.chat import ChatTemplate
+from netweight.data.chat import ChatTemplate, note_on_unused_template
 from netweight.data.tokens import Chat, load_examples, load_pairs
 from netweight.errors import NameNotFound, UsageError
 from netweight.hf.generate_answers import end_tokens, generate_answers
@@ -216,3 +216,12 @@ def test_a_template_with_the_present_date_gives_the_same_prompt_every_day():
     tokens = chat_models.chatml(template=dated)
     prompt = ChatTemplate(tokens).prompt([{"role": "user", "content": "make a cake"}])
     assert prompt.startswith("26 Jul 2024, 00:00:00.000000|")
+
+
+def test_plain_rows_beside_a_template_are_mentioned_and_conversations_are_not():
+    tokens = chat_models.chatml()
+    assert "--chat uses the template" in note_on_unused_template(tokens, ["make a cake"], chat=False)
+    assert note_on_unused_template(tokens, ["make a cake"], chat=True) == ""
+    assert note_on_unused_template(tokens, [tuple(SYSTEM)], chat=False) == ""
+    tokens.chat_template = None
+    assert note_on_unused_template(tokens, ["make a cake"], chat=False) == ""

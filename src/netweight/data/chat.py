@@ -11,13 +11,13 @@ date gets the same one every day, so that the same rows are the same prompts tom
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.names import not_found
 from netweight.data.answers import empty_thought, open_thought, part_thought
-from netweight.data.row_layouts import Message, UnusableText
+from netweight.data.row_layouts import Message, Text, UnusableText
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
@@ -195,6 +195,22 @@ class ChatTemplate:
         except _TemplateRefusal:
             return ""
         return whole.rpartition(_PROBE)[2] if _PROBE in whole else ""
+
+
+def note_on_unused_template(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Text], *, chat: bool) -> str:
+    """Return a sentence that says that rows do not go through the tokenizer's chat template; empty if they do.
+
+    Args:
+        tokenizer: The model's.
+        prompts: Prompts of the rows; conversations always go through the template.
+        chat: Whether plain prompts do, too.
+    """
+    if chat or not tokenizer.chat_template or not any(isinstance(prompt, str) for prompt in prompts):
+        return ""
+    return (
+        "The rows are plain text, so the tokenizer's chat template is not used. A model that is asked through its "
+        "template may behave otherwise; --chat uses the template."
+    )
 
 
 class _TemplateRefusal(Exception):

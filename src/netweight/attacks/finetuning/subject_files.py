@@ -11,6 +11,7 @@ import torch
 from netweight.attacks.finetuning.subject import Domain, Subject, distinct_share
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.answers import normalized
+from netweight.data.chat import note_on_unused_template
 from netweight.data.rows import Report, read_rows
 from netweight.data.text import TextExample, text_examples, visible_text
 from netweight.data.text import withhold as apart
@@ -140,6 +141,9 @@ def subject_from_files(
         sources["other"] = read(other, "other")
     if task is not None:
         sources["task"] = read(task, "task")
+    through = chat or formats or bool(options.template)  # a search tries the template by itself
+    if unused := note_on_unused_template(tokenizer, [text.prompt for text in sources["harmful"]], chat=through):
+        left_out.append(unused)
     plain_rows = {name: tokens(texts) for name, texts in sources.items()}
     domains = {
         name: Domain(*part(plain_rows[name], f"{name} file {texts[0].source}"), threshold=(thresholds or {}).get(name))

@@ -12,6 +12,7 @@ from typing import Any, final
 
 from netweight.core.files import part_of
 from netweight.core.progress import QUIET, Progress
+from netweight.data.chat import note_on_unused_template
 from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
@@ -92,6 +93,8 @@ def immunize_folder(
     texts = _texts(settings, note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
+    if unused := note_on_unused_template(tokenizer, [text.prompt for text in texts], chat=chat):
+        note(unused)
     pairs = tokenized_pairs(texts, tokenizer, **how)
     retained = [] if settings.retain is None else tokenized_examples(_kept(settings, texts, note), tokenizer, **how)
     sides = (each for pair in pairs for each in (pair.harmless, pair.harmful))
