@@ -93,7 +93,8 @@ def immunize_folder(
     texts = _texts(settings, note)
     texts = withhold(texts, settings.withhold)[0] if settings.withhold else texts
     _check_count(len(texts), settings)
-    if unused := note_on_unused_template(tokenizer, [text.prompt for text in texts], chat=chat):
+    applied = settings.applies_template
+    if unused := note_on_unused_template(tokenizer, [text.prompt for text in texts], chat=applied):
         note(unused)
     pairs = tokenized_pairs(texts, tokenizer, **how)
     retained = [] if settings.retain is None else tokenized_examples(_kept(settings, texts, note), tokenizer, **how)
