@@ -451,7 +451,7 @@ class Job:
         note_stored(ledger.path, digest)
 
     def records(self, name: str) -> list[dict[str, Any]]:
-        """Return all rows of `name`.jsonl; a last line that a kill cut short is not a row."""
+        """Return all rows of `name`.jsonl; an incomplete last line, which a killed run leaves, is not a row."""
         return [_row(record) for record in self._read(name).values()]
 
     def recorded(self, name: str, key: Any) -> dict[str, Any] | None:

@@ -319,7 +319,7 @@ def local_processes(
 
 
 def _ray() -> Any:
-    return library("ray", "The engine of many machines", "ray")
+    return library("ray", "The engine for several machines", "ray")
 
 
 @contextmanager

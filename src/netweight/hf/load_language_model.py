@@ -96,7 +96,7 @@ def _opened(
     check_weight_files(folder)
     compressed = bool(config.get("quantization_config"))
     dtype = _saved_dtype(folder) if dtype == "auto" else dtype
-    cure = "Check that config and weights are all there, or fetch the model again."
+    cure = "Check that the config and all weights exist, or fetch the model again."
     with opening(folder, what, cure=cure), silent_bars():
         if compressed:
             open_compressed_with("transformers")

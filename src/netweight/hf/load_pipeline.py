@@ -491,7 +491,7 @@ def load_text_to_image(
     # Parts that a pipeline was saved without, such as the third text encoder of SD3.
     unused |= {part: None for part, named in index.items() if isinstance(named, list) and named[:1] == [None]}
     with (
-        opening(folder, "a diffusion pipeline", cure="Check that all its parts are there, or fetch it again."),
+        opening(folder, "a diffusion pipeline", cure="Check that all its parts exist, or fetch it again."),
         silent_bars("transformers", "diffusers"), files.as_diffusers_expects() as view,
     ):  # fmt: skip
         dtypes: dict[str, torch.dtype] = dict.fromkeys(files.parts, dtype) if dtype is not None else _dtypes(files)

@@ -228,7 +228,7 @@ def _clip(folder: Path) -> tuple[Any, Any]:
     with extra("diffusion", "CLIP is read with transformers"):
         from transformers import AutoTokenizer, CLIPModel
     open_compressed_with("transformers")
-    with opening(folder, "CLIP", cure="Check that config, weights and tokenizer are there."):
+    with opening(folder, "CLIP", cure="Check that config, weights and tokenizer exist."):
         kind: Any = CLIPModel
         model, loaded = kind.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32, use_safetensors=True, output_loading_info=True

@@ -115,7 +115,10 @@ class Goal:
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
         if self.threshold is not None and not math.isfinite(self.threshold):
-            raise UsageError(f"The threshold must be finite, not {self.threshold}.", cure="None asks for curves only.")
+            raise UsageError(
+                f"The threshold must be finite, not {self.threshold}.",
+                cure="Use None to measure curves without a threshold.",
+            )
         if not 0 <= self.least_ability <= 1:
             raise UsageError(f"least_ability must be a share from 0 to 1, not {self.least_ability}.")
         if self.extra_checks < 0:

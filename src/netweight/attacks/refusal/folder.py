@@ -93,7 +93,7 @@ def attack_refusal(
         if len(make) < _LEAST_REFUSED:
             raise UsageError(
                 f"The model refuses {sum(flags)} of {len(prompts)} prompts. Edits need at least "
-                f"{_LEAST_REFUSED} refused prompts in the half that they are computed from.",
+                f"{_LEAST_REFUSED} refused prompts in the half from which they are computed.",
                 cure="Give prompts that it refuses as --refused, or phrases of its refusals as --phrases.",
             )
         panels = [

@@ -286,6 +286,6 @@ def nearest_pair(
         if best is None or value > best[0]:
             best = value, place, row, column
     if best is None:
-        raise Unsupported("No attack made an image.")
+        raise Unsupported("No attack reconstructed an image.")
     value, place, row, column = best
     return place, originals[column], candidates[place][row], value

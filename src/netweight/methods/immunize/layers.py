@@ -137,7 +137,7 @@ def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
     if differ:
         raise UsageError(
             f"The models differ in {len(differ)} parameters, such as {differ[0]!r}.",
-            cure="Compare a model with its own later self; merge or remove adapters first.",
+            cure="Compare two states of the same model; merge or remove adapters first.",
         )
     blocks = list(structure_of(before).blocks)
     groups: dict[str, list[str]] = {block: [] for block in blocks}

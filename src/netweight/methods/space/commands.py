@@ -170,7 +170,7 @@ def invert(
     distances, improvements = points.origin["distances"], points.origin["improvements"]
     rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in points.names]
     return Result(
-        [Rows(("target", "distance from the mean, in deviations", "loss at first over last"), rows)],
+        [Rows(("target", "distance from the mean (about 1 for trained models)", "first loss / last loss"), rows)],
         payload={"points": str(out), "distances": distances, "improvements": improvements}, written=(out,),
         warnings=points.origin["remarks"],
         next=(shell_line("netweight", "space", "export", space, out, "adapter"),),

@@ -107,7 +107,7 @@ def read_bank_record(folder: Path) -> BankRecord:
     """Read a bank's record."""
     if not (folder / RECORD).is_file():
         raise UsageError(
-            f"{folder} is not a bank of adapters: it contains no {RECORD}.", cure="Make one: space ingest."
+            f"{folder} is not a bank of adapters: it contains no {RECORD}.", cure="Make one: netweight space ingest."
         )
     return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")
 

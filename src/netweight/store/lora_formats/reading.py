@@ -454,7 +454,7 @@ def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
         if experts and settings.unsloth:
             remarks.append(
                 "Unsloth trained this adapter of experts. It is read as peft defines the file; releases of Unsloth "
-                "that arrange lora_B by experts mean another change, and the file does not say which release it was."
+                "that arrange lora_B by experts mean another change, and the file does not state the release."
             )
     return AdapterPlan(
         file.parent, "peft", parts, settings.base, {}, None, vectors,

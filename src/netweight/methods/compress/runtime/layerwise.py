@@ -257,7 +257,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         return not self._handles
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run a closure that computes the loss and its gradients; without one, do nothing: all is updated.
+        """Run the closure, which computes the loss and its gradients; without one there is nothing left to do.
 
         Args:
             closure: Computes the loss, calls its `backward()` and returns it. With `clip_norm` and no accumulation it
