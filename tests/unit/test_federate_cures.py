@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+from torch import nn
 
 import netweight
 from netweight.cli import netweight as program
@@ -74,6 +75,19 @@ def test_a_clip_without_an_effect_or_of_two_meanings_is_refused(settings, cure):
     with pytest.raises(UsageError) as refused:
         FederationPlan(clip=0.5, **settings)
     assert cure in str(refused.value)
+
+
+def normalized(channels, size, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(channels * size**2, 5), nn.LayerNorm(5)), nn.Linear(5, classes)
+
+
+def test_fedbn_without_normalization_layers_is_refused():
+    """Reported of other libraries: its results are those of FedAvg, and nobody says why."""
+    plan = FederationPlan(method="fedbn", clients=5)
+    with pytest.raises(UsageError, match=r"no normalization layers.*--method fedavg"):
+        plan.make_method(plan.task())
+    fitting = plan.replace(model=f"{__name__}:normalized")
+    assert fitting.make_method(fitting.task()).name == "fedbn"
 
 
 def test_a_flower_app_is_told_where_noise_is_given():

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -171,7 +172,6 @@ def flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> Bytes:
-    import torch
 
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -179,7 +179,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> Bytes:
         tensor = tensor.cpu()
     if tensor.numel() == 0:
         return np.empty(0, np.uint8)
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return row_major_bytes(tensor).numpy()
 
 
 def memory_at(address: int, nbytes: int) -> Bytes:

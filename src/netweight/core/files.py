@@ -37,6 +37,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 import xxhash
 
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import CorruptBlob, NetweightError, OutputExists, OutputFailed, Unsupported, UsageError
 
 ALGORITHM = "xxh3-128"
@@ -81,9 +82,7 @@ def digest_file(path: str | Path) -> str:
 def digest_tensor(tensor: Any) -> str:
     """Digest a tensor's bytes in row-major order; dtype and shape do not enter."""
     if hasattr(tensor, "detach"):
-        import torch
-
-        tensor = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        tensor = row_major_bytes(tensor.detach().cpu()).numpy()
     else:
         tensor = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
     return digest_bytes(memoryview(tensor))

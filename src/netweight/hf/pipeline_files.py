@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.files import read_json
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.core.weight_endings import FOREIGN, PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
 from netweight.store.safetensors import KEY, read_header
@@ -408,7 +409,7 @@ def _read(file: IO[bytes], place: TensorPlace) -> Tensor:
 
 def tensor_bytes(tensor: Tensor) -> bytes:
     """Return a tensor's bytes in row-major order."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return row_major_bytes(tensor.detach().cpu()).numpy().tobytes()
 
 
 def replace_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:

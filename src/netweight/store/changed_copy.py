@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from netweight.codec.header import torch_dtype
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import OutputFailed
 from netweight.store.reader import StoredFile
 
@@ -103,7 +104,7 @@ class ChangedCopy:
             Whether any byte of it is another one.
         """
         span = self._spans[name]
-        whole: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        whole: Any = row_major_bytes(tensor).numpy()
         assert whole.nbytes == span.nbytes  # the header declares the source's size
         differs = False
         for start in range(0, span.nbytes, PIECE):

@@ -23,6 +23,7 @@ from netweight.codec.cuda import launching
 from netweight.codec.cuda.decoding import BlobLayout, decode, layout_of
 from netweight.codec.header import BY_NAME, FIXED_HEADER, MAGIC, ElementType, checksum, dtype_name, varint
 from netweight.codec.numpy_tables import Plane, sampling
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import OutOfMemory, UsageError
 
 # Working memory of one call. A single chunk may need more.
@@ -314,7 +315,7 @@ def _named_shortage(tensor: torch.Tensor, plan: EncodePlan) -> Iterator[None]:
 
 def _source(tensor: torch.Tensor, plan: EncodePlan) -> torch.Tensor:
     """The tensor's bytes, in order and at an address that 16 divides; a copy of some views."""
-    source = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    source = row_major_bytes(tensor.detach().resolve_conj().resolve_neg())
     if source.data_ptr() % _ALIGNMENT == 0:
         return source
     return _memory(plan.nbytes, source.device).copy_(source)

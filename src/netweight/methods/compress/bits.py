@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import Unsupported, UsageError
 
 if TYPE_CHECKING:
@@ -219,7 +220,7 @@ def _blocks(tensor: Any, itemsize: int) -> Iterator[NDArray[np.uint8]]:
     import torch
 
     for some in torch.split(tensor.detach().reshape(-1), BLOCK) if tensor.numel() else ():
-        rows: NDArray[np.uint8] = some.contiguous().cpu().view(torch.uint8).numpy().reshape(-1, itemsize)
+        rows: NDArray[np.uint8] = row_major_bytes(some.cpu()).numpy().reshape(-1, itemsize)
         yield rows if sys.byteorder == "little" else rows[:, ::-1]
 
 

@@ -330,6 +330,14 @@ class FederationPlan(_Request):
         from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
         from netweight.methods.federate.refusal import RefusalLimits
 
+        if self.method == "fedbn":
+            from netweight.methods.federate.algorithms.fedbn import normalization_layers
+
+            if not normalization_layers(task):
+                raise UsageError(
+                    "The network has no normalization layers, so fedbn is the same as fedavg.",
+                    cure="Use --method fedavg, or a network with normalization layers, --model MODULE:FUNCTION.",
+                )
         noise = self.noise_multiplier
         if entry_of(self.method).private:
             from netweight.methods.federate.accounting import check_delta

@@ -9,8 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
+from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import UsageError
 from netweight.methods.federate.accounting import (
     AnswerPrivacy,
@@ -40,7 +39,7 @@ def holders_of_examples(task: Task, clients: Iterable[int]) -> list[tuple[int, .
     for client in clients:
         inputs, targets = (part.detach().cpu().contiguous() for part in task.client(client).train)
         for x, y in zip(inputs, targets, strict=True):
-            row = b"".join(part.reshape(-1).view(torch.uint8).numpy().tobytes() for part in (x, y))
+            row = b"".join(row_major_bytes(part).numpy().tobytes() for part in (x, y))
             holders.setdefault(hashlib.blake2b(row, digest_size=16).digest(), set()).add(client)
     largest: list[frozenset[int]] = []
     groups = {frozenset(group) for group in holders.values()}

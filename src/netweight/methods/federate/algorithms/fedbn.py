@@ -62,14 +62,19 @@ def fedbn(training: LocalTraining = LocalTraining()) -> FedBN:
     return FedBN(fedavg(training))
 
 
-def _split(task: Task, named: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
-    """Return tensors apart from those of normalization layers, and these."""
+def normalization_layers(task: Task) -> tuple[str, ...]:
+    """Return the beginnings of the names of all tensors of normalization layers, such as "body.1."."""
     kinds = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
-    own = tuple(
+    return tuple(
         f"{half}.{name}." if name else f"{half}."
         for half, module in (("body", task.body), ("head", task.head))
         for name, layer in module.named_modules()
         if isinstance(layer, kinds)
     )
+
+
+def _split(task: Task, named: Mapping[str, T]) -> tuple[dict[str, T], dict[str, T]]:
+    """Return tensors apart from those of normalization layers, and these."""
+    own = normalization_layers(task)
     normalization = {name: value for name, value in named.items() if name.startswith(own)} if own else {}
     return {name: value for name, value in named.items() if name not in normalization}, normalization
