@@ -49,7 +49,7 @@ def test_the_python_works(folder, monkeypatch):
 
 
 def test_the_files_that_other_commands_name_are_there(folder, monkeypatch):
-    """Those take minutes together and are run from a wheel (tests/integration/test_wheel.py, -m study)."""
+    """Those take minutes together and are run from a wheel (tests/study/test_pages_from_a_wheel.py)."""
     monkeypatch.chdir(folder)
     made = set()
     for arguments in commands("sh"):

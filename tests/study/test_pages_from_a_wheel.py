@@ -91,6 +91,9 @@ save_file(sent, 'update.safetensors')" """,
         "sed 's/^prompt/caption/' targets.csv > suspects.csv\n"
         "cut -d, -f1 targets.csv | tail -n 1 | tr -d '\"' > memorized.txt\n"
     ),
+    "docs/forget-audit": Page(
+        "netweight forget apply my-pipeline my-pipeline-edited --targets targets.csv --ordinary ordinary.txt\n"
+    ),
     "docs/embedding-search": Page(
         replaced={"EDITED": "my-pipeline", "ORIGINAL": "my-pipeline", "--out": "--steps 2 --out"}
     ),
@@ -107,6 +110,10 @@ write_png('portrait.png', FaceBank(seed=7).photographs(0)[1][0])" """,
     "docs/weight-space-view": Page(
         _BANK + _FACES + "netweight space direction faces --labels labels.csv --column age --out age.json\n",
         {"person-17": "person-00017", "a photo of a person": "a face on a green ground"},
+    ),
+    "docs/weight-space-edits": Page(
+        _BANK + _FACES + "echo 'from netweight.toys.faces_pipeline import read_attributes as read' > readers.py\n",
+        {"person-17": "person-00017", "sks person": "a face on a green ground"},
     ),
     "docs/recipes": Page("cp quickstart.yaml my-recipe.yaml"),
     "docs/ecosystem": Page(
