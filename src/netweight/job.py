@@ -42,7 +42,7 @@ from netweight.core.files import (
     write_record,
 )
 from netweight.core.work_account import note_checkpoint, note_needed, note_stored, note_used
-from netweight.errors import CorruptBlob, UnsafeInput, UsageError
+from netweight.errors import CorruptBlob, OutputExists, UnsafeInput, UsageError
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint
 
 if TYPE_CHECKING:
@@ -259,6 +259,28 @@ _VERSION = 1
 _NAMED = 5  # differences that a message names
 
 
+# Files that make a folder a model, an adapter or a bank, which work must not be mixed with.
+_MODELS = ("config.json", "model_index.json", "adapter_config.json", "netweight.json", "bank.json")
+
+
+def _check_place(folder: Path, state: str, *, reading: bool) -> None:
+    """Check that a folder can be one of work: no file, and no model on which no work was begun."""
+    file = next((place for place in (folder, *folder.parents) if place.is_file()), None)
+    if file is not None:
+        place = "" if file == folder else f", so {folder} cannot be made"
+        raise UsageError(
+            f"{file} is a file, and a folder is needed{place}.", cure="Name another folder, such as --out."
+        )
+    begun = any((folder / name).exists() for name in (state, _KEY, _LOCK)) or any(folder.glob("*.jsonl"))
+    if reading or begun:
+        return
+    if model := next((name for name in _MODELS if (folder / name).is_file()), None):
+        raise OutputExists(
+            f"{folder} contains a model ({model}), and results would be written among its files.",
+            cure="Name another folder.",
+        )
+
+
 @final
 class Job:
     """A folder of work that can be continued; made by `Job.open` or `Job.beside`.
@@ -304,12 +326,13 @@ class Job:
             The job.
 
         Raises:
-            UsageError: The folder holds work of another key, or another process is working there.
+            UsageError: The folder holds work of another key, or another process is working there; or it is a file.
+            OutputExists: The folder is that of a model, and no work was begun there.
             CorruptBlob: The folder's key is damaged, or of another version.
             OutputFailed: The folder cannot be written.
         """
-        if not isinstance(folder, Job) and Path(folder).is_file():
-            raise UsageError(f"{folder} is a file, and a folder is needed.", cure="Name another folder, such as --out.")
+        if not isinstance(folder, Job):
+            _check_place(Path(folder), state, reading=reading)
         if isinstance(folder, Job):
             if not shared:
                 folder._claim(key, of, state)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from click.testing import CliRunner
 from folders_under_test import adapter_folder, content, diffusers_folder, simple_weights, transformers_folder
+from safetensors.torch import save_file
 
 from netweight import cli
 
@@ -74,6 +76,7 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
     (tmp_path / "partial" / "model-00002-of-00002.safetensors").unlink()
     for arguments, code, says in [
         (["compress", "m", "net"], 2, "net exists already. Choose another name, or pass overwrite (--overwrite)."),
+        (["compress", "m", "letter.txt/x"], 2, "letter.txt/x would be inside of letter.txt, which is a file."),
         (["compress", "none", "x"], 2, "There is no file or folder none."),
         (["compress", "net", "x"], 2, "net is compressed already. Decompress it first."),
         (["compress", "pickled", "x"], 3, "--exclude"),
@@ -97,6 +100,17 @@ def test_what_is_refused_and_with_which_code(model, tmp_path):
         assert machine.exit_code == code
         assert json.loads(machine.stdout)["error"]["message"] in answer.stderr
         assert not (tmp_path / "x").exists()
+
+
+def test_weights_that_become_larger_are_reported(tmp_path, monkeypatch):
+    """Small tensors with their headers, and bytes that cannot be predicted."""
+    monkeypatch.chdir(tmp_path)
+    save_file({f"{number}": torch.randn(4) for number in range(50)}, "small.safetensors")
+    save_file({"a": torch.randint(0, 256, (100_000,), dtype=torch.uint8)}, "random.safetensors")
+    for name, reason in (("small", "the files have 73 bytes for each tensor"), ("random", "their bytes can hardly be")):
+        answer = run("compress", f"{name}.safetensors", f"{name}-net.safetensors")
+        assert answer.exit_code == 0, answer.output
+        assert f"The weights did not become smaller: {reason}" in answer.output
 
 
 def test_damage_is_a_failed_finding_with_a_name(model, tmp_path):

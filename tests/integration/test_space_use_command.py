@@ -106,6 +106,11 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
     assert torch.equal(corrected.step(1, "raw"), corrected.vector)
 
 
+def test_a_file_of_points_that_is_missing_is_named(place):
+    for point in ("gone.json", "gone.json:sample-0-0"):
+        assert error(*on(place, "export", point, place / "x"))["message"] == "There is no file gone.json."
+
+
 def test_an_edit_is_exported_at_its_rank_and_loaded_by_diffusers(place, beard, opened, tmp_path):
     name = opened.names[4]
     run(*on(place, "edit", name, "--move", f"{beard[0]}=2.5", "--out", tmp_path / "edited.json"))

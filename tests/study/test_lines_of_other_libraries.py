@@ -32,7 +32,7 @@ USES = {
     ),
     "space": (
         "space ingest my-loras bank", "space fit bank space --components 20",
-        "space direction space --labels labels.csv --column age --out age.json",
+        "space direction space --labels labels.csv --column beard --out beard.json",
         "space export space person-00003 exported --rank 4",
     ),
 }  # fmt: skip

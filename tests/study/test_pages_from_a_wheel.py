@@ -105,10 +105,10 @@ save_file(sent, 'update.safetensors')" """,
         """python -c "
 import torch; from netweight.metrics.images import write_png; from netweight.toys.faces_pipeline import FaceBank
 write_png('portrait.png', FaceBank(seed=7).photographs(0)[1][0])" """,
-        {"person-17": "person-00017", "a photo of a person": "a face on a green ground"},
+        {"person-17": "person-00017", "sks person": "a face on a green ground", " age": " hair_length"},
     ),
     "docs/weight-space-view": Page(
-        _BANK + _FACES + "netweight space direction faces --labels labels.csv --column age --out age.json\n",
+        _BANK + _FACES + "netweight space direction faces --labels labels.csv --column hair_length --out age.json\n",
         {"person-17": "person-00017", "a photo of a person": "a face on a green ground"},
     ),
     "docs/weight-space-edits": Page(

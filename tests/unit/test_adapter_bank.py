@@ -428,19 +428,21 @@ def test_a_folder_of_downloads_is_not_taken_for_the_one_of_the_usual_name(tmp_pa
 
 def test_what_cannot_be_opened_or_made(folder, tmp_path):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
     for call, error, message in [
-        (lambda: AdapterBank.open(tmp_path / "empty"), UsageError, "is not a bank of adapters"),
+        (lambda: AdapterBank.open(tmp_path / "empty"), UsageError, "is not a bank of adapters.*netweight space ingest"),
         (lambda: AdapterBank.ingest(tmp_path / "absent", tmp_path / "bank"), UsageError, "no file or folder"),
         (lambda: AdapterBank.ingest(tmp_path / "empty", tmp_path / "bank"), UsageError, "contains no adapter"),
         (lambda: AdapterBank.ingest(folder, tmp_path / "empty"), OutputExists, "exists already"),
         (lambda: AdapterBank.ingest(folder, tmp_path / "no" / "bank"), UsageError, "no does not exist"),
+        (lambda: AdapterBank.ingest(folder, tmp_path / "file" / "bank"), UsageError, "inside of .*file, which"),
         (lambda: BankWriter(tmp_path / "bank").add("a", mixed(0)), UsageError, "is not open"),
     ]:
         with pytest.raises(error, match=message):
             call()
     with pytest.raises(UsageError, match="no adapter was added"), BankWriter(tmp_path / "bank"):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "loras"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "loras"]
 
 
 def test_what_a_bank_does_not_have(folder, tmp_path):

@@ -25,6 +25,28 @@ def held(folder):
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_work_is_not_mixed_with_a_models_files(tmp_path, shared):
+    for name in ("config.json", "model_index.json", "bank.json"):
+        model = tmp_path / name.partition(".")[0]
+        model.mkdir()
+        (model / name).write_text("{}")
+        with pytest.raises(OutputExists, match=f"contains a model .{name}."), Job.open(model, shared=shared):
+            pass
+        assert held(model) == {name: b"{}"}
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file is a file, and a folder is needed, so .*x cannot"):
+        Job.open(tmp_path / "file" / "x", shared=shared).__enter__()
+
+
+def test_work_continues_in_a_folder_to_which_a_model_was_added(tmp_path):
+    with Job.open(tmp_path) as job:
+        job.save({}, {})
+    (tmp_path / "config.json").write_text("{}")
+    with Job.open(tmp_path) as job:
+        assert job.load() is not None
+
+
 def test_a_second_call_continues_with_the_newest_state(tmp_path):
     tensors = {"b": torch.arange(6.0).reshape(2, 3).T, "a": torch.tensor(3), "empty": torch.empty(0)}
     with Job.open(tmp_path / "new" / "job", key=KEY) as job:

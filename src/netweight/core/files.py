@@ -154,6 +154,14 @@ def refuse_existing(target: Path, *, overwrite: bool | None) -> None:
             "Choose another name, or pass overwrite (--overwrite)."
         )  # fmt: skip
         raise OutputExists(f"{target} exists already.", cure=cure)
+    need_parent(target)
+
+
+def need_parent(target: Path) -> None:
+    """Check that the folder in which an output is to be written exists."""
+    file = next((place for place in target.parents if place.is_file()), None)
+    if file is not None:
+        raise UsageError(f"{target} would be inside of {file}, which is a file.", cure="Choose another place.")
     if not target.parent.is_dir():
         raise UsageError(f"The folder {target.parent} does not exist.", cure="Create it first.")
 

@@ -46,6 +46,7 @@ _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}
 # If copied files take more than this share of the weights' bytes, the summary mentions them.
 _MUCH = 0.02
 _SHOWN = 3  # files that the sentence names
+_SMALL = 4096  # bytes of a tensor beside which its header, of some hundred bytes with its entry, matters
 _BYTES_ONLY = (
     "its bytes were compressed without loss and its configuration was left as it is. Before use, restore it: "
     "netweight decompress FOLDER NEW_FOLDER."
@@ -111,10 +112,18 @@ class Summary:
         """Say, in sentences for a person, what the sizes of the weights alone do not show.
 
         Returns:
-            A line each for: parts that must be decompressed before use; files of some size that were only copied, with
-            the folder's totals; a base of which few tensors or none made use.
+            A line each for: weights that did not become smaller; parts that must be decompressed before use; files of
+            some size that were only copied, with the folder's totals; a base of which few tensors or none made use.
         """
-        lines = [f"{_where(self.target, at)} {reason}: {_BYTES_ONLY}" for at, reason in self.bytes_only.items()]
+        lines = []
+        if self.tensors and self.stored_nbytes >= self.nbytes:
+            mean = self.nbytes // self.tensors
+            reason = (
+                f"the files have {mean:,} bytes for each tensor, and each compressed tensor needs a header of its own"
+                if mean < _SMALL else "their bytes can hardly be predicted, as those of quantized weights"
+            )  # fmt: skip
+            lines.append(f"The weights did not become smaller: {reason}. Keep the original.")
+        lines += [f"{_where(self.target, at)} {reason}: {_BYTES_ONLY}" for at, reason in self.bytes_only.items()]
         if self.base is not None and self.unlike_base:
             reasons = "; ".join(f"{_tensors(count)} {reason}" for reason, count in sorted(self.unlike_base.items()))
             if self.differences:

@@ -372,7 +372,7 @@ def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -
     span = f"{ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} to {ranks[1]}"
     weights = sum(rows * columns for rows, columns in bank.shapes.values())
     lines: list[str | Rows] = [
-        f"{bank.path}: {len(bank)} adapters of {len(bank.modules)} modules, rank {span}, "
+        f"{bank.path}: {_many(len(bank), 'adapter')} of {_many(len(bank.modules), 'module')}, rank {span}, "
         f"{tqdm.format_sizeof(bank.nbytes, 'B', 1000)} in {_many(bank.shards, 'shard')}",
         f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""),
         f"digest {bank.digest}" + (", all shards intact" if verified else ""),

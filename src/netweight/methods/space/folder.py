@@ -140,6 +140,8 @@ def points_of(space: WeightSpace, text: str) -> NamedPoints:
     if path.exists():
         scores = space.project(read_adapter(path))
         return NamedPoints((path.stem,), scores[None].float().cpu(), identity, {"projected": str(path)})
+    if path.suffix == ".json":
+        raise UsageError(f"There is no file {path}.", cure="Give a file of points: FILE.json, or FILE.json:NAME.")
     near = ", ".join(map(repr, nearest_names(text, space.names)))
     raise NameNotFound(f"{text!r} is not a point: give {_POINT}.", cure=f"The nearest models are {near}.")
 

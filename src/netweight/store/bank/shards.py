@@ -31,6 +31,7 @@ from netweight.core.files import (
     digest_file,
     lock,
     naming_failures,
+    need_parent,
     part_of,
     publish,
     read_record,
@@ -107,7 +108,8 @@ def read_bank_record(folder: Path) -> BankRecord:
     """Read a bank's record."""
     if not (folder / RECORD).is_file():
         raise UsageError(
-            f"{folder} is not a bank of adapters: it contains no {RECORD}.", cure="Make one: netweight space ingest."
+            f"{folder} is not a bank of adapters: it contains no {RECORD}.",
+            cure="Make one of a folder of adapters: netweight space ingest ADAPTERS BANK.",
         )
     return read_record(folder / RECORD, _record, version=_VERSION, of="a bank of adapters")
 
@@ -416,8 +418,7 @@ class BankWriter:
         grows = (self.path / RECORD).is_file()
         if self.path.exists() and not grows:
             raise OutputExists(f"{self.path} exists already and is not a bank.", cure="Choose another name.")
-        if not self.path.parent.is_dir():
-            raise UsageError(f"The folder {self.path.parent} does not exist.", cure="Create it first.")
+        need_parent(self.path)
         with ExitStack() as stack:
             stack.enter_context(naming_failures(self.path))
             folder = self.path if grows else part_of(self.path)
