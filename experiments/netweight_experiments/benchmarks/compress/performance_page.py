@@ -194,8 +194,8 @@ The first two rows are about the compression of a folder of {megabytes} MB (bf16
 files). For them, higher is better. The last two rows are about reading a file of 10,000 small tensors. For them, lower
 is better. The files stay in the system's cache ({where}).
 
-Other programs were running (load average {load:.0f} on 2 cores). So a second thread had hardly a core of its own, and
-the first row says little about an idle machine.
+Other programs were running (load average {load:.0f} on 2 cores). A second thread therefore had to share its core, and
+on an idle machine the value of the first row may be much higher.
 
 """
 WHOLE = """
