@@ -5,12 +5,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner
 from tiny_llama import immunization_files
 
 from netweight.cli import netweight
 from netweight.recipes import read_recipe
+from netweight.store.bank.bank import AdapterBank
+from netweight.store.lora_formats.reading import read_adapter
+from netweight.toys import checkpoint
 
 pytest.importorskip("transformers", reason="transformers is in the llm extra")
 pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
@@ -39,7 +43,15 @@ def test_every_recipe_that_begins_with_a_model_can_be_run_where_it_is_written(he
         patch.chdir("new")
         for recipe in set(written) - made:
             read_recipe(recipe)
-    assert len(list(Path("new", "my-loras").iterdir())) == 256
+    bank = AdapterBank.open(checkpoint("faces-bank") / "bank")
+    assert sorted(each.name for each in Path("new", "my-loras").iterdir()) == sorted(bank.names)
+    for name in (bank.names[0], bank.names[100], bank.names[-1]):
+        written, kept = read_adapter(Path("new", "my-loras", name)).factors, bank.adapter(name).factors
+        assert written.keys() == kept.keys()
+        for module, change in kept.items():
+            assert written[module].scale == change.scale
+            assert torch.equal(written[module].down, change.down)
+            assert torch.equal(written[module].up, change.up)
     assert json.loads(Path("new", "recipe.schema.json").read_text())["title"] == "A recipe of netweight"
 
 

@@ -20,6 +20,7 @@ from netweight.errors import (
 )
 from netweight.methods.compress.folder import compress_folder
 from netweight.nn.lora import LowRank
+from netweight.store.lora_formats import writing
 
 BLOCK = "unet.mid_block.attentions.0.transformer_blocks.0"
 CLIP = "text_encoder.text_model.encoder.layers.0"
@@ -36,6 +37,23 @@ def pair(down_name, up_name, *, rank=2, rows=4, columns=3, dtype=torch.float32):
 def file_of(tmp_path, tensors, metadata=None):
     save_file(tensors, tmp_path / "adapter.safetensors", metadata)
     return tmp_path / "adapter.safetensors"
+
+
+@pytest.mark.parametrize("layout", ["peft", "diffusers"])
+def test_what_was_written_is_compared_with_the_adapter_unless_that_is_switched_off(tmp_path, layout, monkeypatch):
+    adapter, whole = random_adapter(0), writing._write_safetensors
+
+    def damaged(file, tensors, *more):
+        whole(file, {name: value + (1e-3 if "lora_B" in name or ".up." in name else 0) for name, value in
+                     tensors.items()}, *more)  # fmt: skip
+
+    plain = [write_adapter(adapter, tmp_path / name, layout=layout, check=check)
+             for name, check in (("checked", True), ("unchecked", False))]  # fmt: skip
+    assert same(*map(read_adapter, plain))
+    monkeypatch.setattr(writing, "_write_safetensors", damaged)
+    with pytest.raises(CorruptBlob, match="what was written has another change of"):
+        write_adapter(adapter, tmp_path / "refused", layout=layout)
+    assert not same(read_adapter(write_adapter(adapter, tmp_path / "taken", layout=layout, check=False)), adapter)
 
 
 def peft_folder(tmp_path, tensors, **config):

@@ -92,6 +92,7 @@ def write_adapter(
     style: Style | None = None,
     transposed: bool = False,
     parameters: Sequence[str] | None = None,
+    check: bool = True,
 ) -> Path:
     """Write one adapter, each file whole or not at all, and read it back.
 
@@ -110,6 +111,8 @@ def write_adapter(
         style: How ComfyUI's layout writes factors; by default `lora_A`, `lora_B` and no alphas.
         transposed: Whether the model stores these weights as (inputs, outputs), for peft.
         parameters: The model's parameters in their order, which decides on how peft nests adapters of packed ones.
+        check: Whether to read the files back and compare them with the adapter. Of many adapters with the same modules
+            and shapes, checking one is enough, because names and layout do not depend on the weights.
 
     Returns:
         The file, or peft's folder.
@@ -126,7 +129,8 @@ def write_adapter(
     layout = layout or layout_for(adapter)
     if layout == "peft":
         written = _write_peft(adapter, path, kernels, base, overwrite, metadata, transposed, parameters)
-        _read_back(adapter, written, None, parameters)
+        if check:
+            _read_back(adapter, written, None, parameters)
         return written
     if special := next((name for name in adapter.factors if name.endswith("]")), None):
         kind = "an expert of a packed parameter" if expert_of(special) else "an embedding"
@@ -156,7 +160,8 @@ def write_adapter(
         path.mkdir(parents=True, exist_ok=True)
     _write_safetensors(file, tensors, {"format": "pt"} | metadata | own, overwrite)
     try:
-        _read_back(adapter, file, naming if layout != "diffusers" else None)
+        if check:
+            _read_back(adapter, file, naming if layout != "diffusers" else None)
     except NetweightError:
         # A file with another meaning is worse than no file.
         file.unlink()
@@ -708,7 +713,18 @@ def _plain_name(name: str) -> str:
     return name.replace(".text_model.", ".", 1) if name.startswith("text_encoder") else name
 
 
+def _same(change: LowRank, again: LowRank) -> bool:
+    """True if two changes have equal factors, which is much cheaper to find out than the distance of the changes."""
+    import torch
+
+    if change.scale != again.scale or (change.down.dtype, change.up.dtype) != (again.down.dtype, again.up.dtype):
+        return False
+    return torch.equal(change.down, again.down) and torch.equal(change.up, again.up)
+
+
 def _compare(written: Path, name: str, change: LowRank, again: LowRank) -> None:
+    if _same(change, again):
+        return
     square = change.inner(change)
     difference = square + again.inner(again) - 2 * change.inner(again) if change.shape == again.shape else math.inf
     if difference > max(_TOLERANCE**2 * square, 1e-12 * square):
