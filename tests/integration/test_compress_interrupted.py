@@ -3,15 +3,18 @@
 import errno
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import warm
 from folders_under_test import content, simple_weights, transformers_folder
 
 from netweight.core.files import part_of
@@ -24,20 +27,28 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def killed_everywhere(*arguments, **environment):
-    program = [sys.executable, str(SUPPORT / "killed_runs.py"), *map(str, arguments)]
-    answer = subprocess.run(
-        program, capture_output=True, text=True, timeout=120, check=False, env=os.environ | environment
-    )
+    answer = warm.run(SUPPORT / "killed_runs.py", *arguments, timeout=120, env=os.environ | environment,
+                      libraries=("torch", "netweight.methods.compress.folder"))  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     return int(answer.stdout)
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
-def test_compression_killed_at_every_step(tmp_path, old):
+def test_compression_killed_at_every_step(tmp_path):
     source = transformers_folder(tmp_path / "m", shards=2)
     compress_folder(source, tmp_path / "expected")
-    older = [transformers_folder(tmp_path / "older", seed=9)] if old else []
-    assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected", *older) > 40
+    assert killed_everywhere(source, tmp_path / "net", "compress", tmp_path / "expected") > 40
+
+
+# Where the target exists already, a run is another only from the moment on in which it takes the target's place.
+PUBLICATION = {"LAST": "80"}
+
+
+def test_an_old_folder_is_replaced_at_once_or_not_at_all(tmp_path):
+    source = transformers_folder(tmp_path / "m", shards=2)
+    older = transformers_folder(tmp_path / "older", seed=9)
+    compress_folder(source, tmp_path / "expected")
+    arguments = source, tmp_path / "net", "compress", tmp_path / "expected", older
+    assert killed_everywhere(*arguments, **PUBLICATION) == 80
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["new", "over an old one"])
@@ -56,7 +67,7 @@ def test_an_old_folder_is_never_lost_where_folders_cannot_be_swapped(tmp_path):
     older = transformers_folder(tmp_path / "older", seed=9)
     compress_folder(source, tmp_path / "expected")
     arguments = source, tmp_path / "net", "compress", tmp_path / "expected", older
-    assert killed_everywhere(*arguments, NO_EXCHANGE="1") > 40
+    assert killed_everywhere(*arguments, **PUBLICATION, NO_EXCHANGE="1") == 80
 
 
 def test_decompression_killed_at_every_step(tmp_path):
@@ -216,16 +227,15 @@ def test_a_source_that_changes_while_it_is_read_is_noticed(tmp_path):
     assert os.listdir(tmp_path) == ["m"]
 
 
-LIMITED = """
-import resource, sys
-from netweight.errors import NetweightError
-from netweight.methods.compress.folder import compress_folder, decompress_folder
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
-try:
-    (compress_folder if sys.argv[1] == "compress" else decompress_folder)(sys.argv[2], sys.argv[3])
-except NetweightError as error:
-    print(type(error).__name__, error)
-"""
+@contextmanager
+def files_of_at_most(size):
+    """Let no file grow beyond a size, as `ulimit -f` does; Python ignores the signal, so that writing fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("verb", ["compress", "decompress"])
@@ -236,15 +246,14 @@ def test_a_size_limit_is_a_named_error(tmp_path, verb, limit):
         compress_folder(source, tmp_path / "packed")
         source = tmp_path / "packed"
     before = os.listdir(tmp_path)
-    program = [sys.executable, "-c", LIMITED, verb, str(source), str(tmp_path / "out"), str(limit)]
-    answer = subprocess.run(program, capture_output=True, text=True, check=True)
-    assert answer.stdout.startswith("OutputFailed"), answer.stdout + answer.stderr
-    assert "ulimit" in answer.stdout
+    run = compress_folder if verb == "compress" else decompress_folder
+    with files_of_at_most(limit), pytest.raises(OutputFailed) as caught:
+        run(source, tmp_path / "out")
+    assert "ulimit" in str(caught.value)
     work = part_of(tmp_path / "out")
     finished = (work / "files.jsonl").read_text().splitlines() if work.exists() else []
     assert sorted(os.listdir(tmp_path)) == sorted([*before, work.name] if finished else before)
-    again = (compress_folder if verb == "compress" else decompress_folder)(source, tmp_path / "out")
-    assert again.resumed == len(finished)
+    assert run(source, tmp_path / "out").resumed == len(finished)
 
 
 @pytest.fixture
