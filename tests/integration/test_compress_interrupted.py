@@ -27,8 +27,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def killed_everywhere(*arguments, **environment):
-    answer = warm.run(SUPPORT / "killed_runs.py", *arguments, timeout=120, env=os.environ | environment,
-                      libraries=("torch", "netweight.methods.compress.folder"))  # fmt: skip
+    answer = warm.run(
+        SUPPORT / "killed_runs.py", *arguments, timeout=120, env=os.environ | environment, libraries=warm.COMPRESSION
+    )
     assert answer.returncode == 0, answer.stderr
     return int(answer.stdout)
 

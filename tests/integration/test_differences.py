@@ -3,14 +3,12 @@
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import numpy
 import pytest
 import torch
+import warm
 from click.testing import CliRunner
 from folders_under_test import content, transformers_folder, weights, write_safetensors
 from safetensors.torch import load_file
@@ -283,19 +281,27 @@ def test_the_commands(place, tmp_path):
 
 def killed_at_random(place, target, verb, source, expected, moments, times):
     """Kill the command at random moments; what is there is nothing or all of it, and the last run completes."""
-    program = [sys.executable, "-m", "netweight", verb, source, target, "--base", place / "base", "--threads", "1"]
-    program = [str(part) for part in program]
+
+    def command(target):
+        words = "-m", "netweight", verb, source, target, "--base", place / "base", "--threads", "1"
+        return warm.start(*words, libraries=warm.COMPRESSION)
+
+    def completed(running):
+        out, errors = running.communicate(timeout=300)
+        assert running.returncode == 0, out + errors
+
     begin = time.monotonic()
-    subprocess.run([*program[:5], str(target) + "-timed", *program[6:]], check=True, capture_output=True)
+    completed(command(f"{target}-timed"))
     whole = time.monotonic() - begin
     for _ in range(times):
-        with subprocess.Popen(program, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-            time.sleep(moments.uniform(0.3, 1.1) * whole)
-            process.send_signal(signal.SIGKILL)
+        process = command(target)
+        time.sleep(moments.uniform(0.1, 1.1) * whole)
+        process.kill()
+        process.wait(60)
         if target.exists():
             assert content(target) == expected
             shutil.rmtree(target)
-    subprocess.run(program, check=True, capture_output=True)
+    completed(command(target))
     assert content(target) == expected
     assert not part_of(target).exists()
 

@@ -5,13 +5,13 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from folders_under_test import simple_weights, transformers_folder
 
 import netweight
@@ -190,8 +190,7 @@ def test_json_takes_little_memory_and_work(tmp_path, name, kind):
     good, bad = transformers_folder(tmp_path / "good"), transformers_folder(tmp_path / "bad")
     (bad / name).write_bytes(JSON[kind]())
     size = (bad / name).stat().st_size
-    program = [sys.executable, "-c", GROWTH, good, bad, tmp_path / "out"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    done = warm.run("-c", GROWTH, good, bad, tmp_path / "out", libraries=warm.COMPRESSION)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     for _, memory, _, *error in rows:

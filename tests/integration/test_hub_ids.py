@@ -53,107 +53,106 @@ def repositories(tmp_path_factory):
     }
 
 
-@pytest.fixture
-def calls(repositories, tmp_path):
-    """Run commands in one process that knows only the stand-in."""
+KINDS = {
+    "some/sharded": "model", "some/language": "language model", "some/pipeline": "pipeline", "some/pickled": "model",
+    "some/sharded@main": "model",
+}  # fmt: skip
+ATTACK = "--grid quick --lr 1e-3 --seeds 1 --max-steps 2 --check-every 1 --threshold 0.5".split()
+EVERY_METHOD = (
+    ("inspect", "some/language"),
+    ("compress", "some/language", "net"),
+    ("verify", "net", "--against", "some/language"),
+    ("compress", "some/tuned", "difference", "--base", "some/language"),
+    ("inspect", "difference", "--base", "some/language"),
+    ("attack", "finetune", "some/language", "--base", "some/language", "--harmful", "rows.jsonl", "--out", "attack",
+     *ATTACK),
+    ("forget", "statistics", "some/pipeline", "--prompts", "prompts.txt", "--out", "usual.safetensors"),
+    ("init", "release", "--subject", "some/language"),
+)  # fmt: skip
+REASONS = {
+    ("label", "some/nothing"): "There is no model some/nothing on the hub, or it is private",
+    ("label", "gated/model"): "The model gated/model is gated",
+    ("label", "some/language@v9"): "The model some/language on the hub has no revision v9",
+    ("label", "some/gguf"): "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf",
+    # Checkpoints are opened by the label alone.
+    ("compress", "some/pickled", "none"): "has no safetensors files, but pytorch_model.bin",
+}
+ONLINE = (*(("label", name) for name in KINDS), *EVERY_METHOD, *REASONS)
+OFFLINE = ("label", "some/language", "--base", "some/language"), ("label", "some/unfetched")
 
-    def run(*commands, offline=False):
-        with hub() as (address, served):
-            served.update(repositories)
-            environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
-            environment |= {"HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
-            done = subprocess.run(
-                [sys.executable, "-c", CALLS], input=json.dumps([[*words] for words in commands]), cwd=tmp_path,
-                env=environment, capture_output=True, text=True, timeout=300,
-            )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        answers = [json.loads(line) for line in done.stdout.splitlines()]
-        assert len(answers) == len(commands)
-        return answers
 
-    return run
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder in which commands run, with the files that they name, and a home of the hub's library."""
+    folder = tmp_path_factory.mktemp("place")
+    words = "a: b c d e f g h i j k l m n o p q r s t u v w x y z".split()
+    rows = [{"prompt": f"keep: {one} {two}", "response": "a b"} for one in words for two in words[:2]]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "prompts.txt").write_text("a red circle\na blue square\n")
+    return folder
 
 
-def test_every_kind_of_model_gets_its_label_by_id(calls, tmp_path):
-    kinds = {
-        "some/sharded": "model", "some/language": "language model", "some/pipeline": "pipeline",
-        "some/pickled": "model", "some/sharded@main": "model",
-    }  # fmt: skip
-    answers = calls(*(("label", name) for name in kinds))
-    for (name, kind), (code, text, errors) in zip(kinds.items(), answers, strict=True):
+def run(place, repositories, commands, *, offline):
+    """Run commands in one process that knows only the stand-in: what the library of the hub imports takes longest."""
+    with hub() as (address, served):
+        served.update(repositories)
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(place / "home")}
+        environment |= {"HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
+        done = subprocess.run(
+            [sys.executable, "-c", CALLS], input=json.dumps([[*words] for words in commands]), cwd=place,
+            env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    return dict(zip(commands, answers, strict=True))
+
+
+@pytest.fixture(scope="module")
+def online(place, repositories):
+    """Exit code, output and errors of every command that finds the hub."""
+    return run(place, repositories, ONLINE, offline=False)
+
+
+@pytest.fixture(scope="module")
+def offline(place, repositories, online):
+    """The same of commands that find only what the others have fetched."""
+    return run(place, repositories, OFFLINE, offline=True)
+
+
+def test_every_kind_of_model_gets_its_label_by_id(online, offline, place):
+    for name, kind in KINDS.items():
+        code, text, errors = online["label", name]
         assert (code, errors) == (0, "")  # nor a word of the library that fetches
         assert name.partition("@")[0] in text
         assert kind in text
-    written = {path.name for path in tmp_path.glob("*-label")}
+    written = {path.name for path in place.glob("*-label")}
     assert written == {f"some-{kind}-label" for kind in ("sharded", "language", "pipeline", "pickled")}
-    fetched = {path.name for path in (tmp_path / "home").rglob("snapshots/*/*")}
+    fetched = {path.name for path in (place / "home").rglob("snapshots/*/*")}
     assert "tf_model.h5" not in fetched  # nor are checkpoints, where safetensors files have the same weights
-    assert b"never fetched" not in [path.read_bytes() for path in (tmp_path / "home").rglob("*") if path.is_file()]
+    assert b"never fetched" not in [path.read_bytes() for path in (place / "home").rglob("*") if path.is_file()]
     # What was fetched is found again without a network, and bases are named the same way.
-    ((code, text, errors),) = calls(("label", "some/language", "--base", "some/language"), offline=True)
+    code, text, errors = offline[OFFLINE[0]]
     assert code == 0, errors
     assert "Against some/language" in text
 
 
-def test_commands_of_every_method_take_an_id(calls, tmp_path):
-    words = "a: b c d e f g h i j k l m n o p q r s t u v w x y z".split()
-    rows = [{"prompt": f"keep: {one} {two}", "response": "a b"} for one in words for two in words[:2]]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
-    answers = calls(
-        ("inspect", "some/language"),
-        ("compress", "some/language", "net"),
-        ("verify", "net", "--against", "some/language"),
-        ("compress", "some/tuned", "difference", "--base", "some/language"),
-        ("inspect", "difference", "--base", "some/language"),
-        (
-            "attack",
-            "finetune",
-            "some/language",
-            "--base",
-            "some/language",
-            "--harmful",
-            "rows.jsonl",
-            "--out",
-            "attack",
-            "--grid",
-            "quick",
-            "--lr",
-            "1e-3",
-            "--seeds",
-            "1",
-            "--max-steps",
-            "2",
-            "--check-every",
-            "1",
-            "--threshold",
-            "0.5",
-        ),
-        ("forget", "statistics", "some/pipeline", "--prompts", "prompts.txt", "--out", "usual.safetensors"),
-        ("init", "release", "--subject", "some/language"),
-    )
+def test_commands_of_every_method_take_an_id(online, place):
+    answers = [online[command] for command in EVERY_METHOD]
     assert [(code, errors) for code, _, errors in answers if code not in (0, 1)] == []
     assert [code for code, *_ in answers] == [0, 0, 0, 0, 0, 1, 0, 0]  # nothing recovers in two steps: no control
-    assert (tmp_path / "net" / "model.net.safetensors").is_file()
-    assert 'subject: "some/language"' in (tmp_path / "release" / "recipe.yaml").read_text()
+    assert (place / "net" / "model.net.safetensors").is_file()
+    assert 'subject: "some/language"' in (place / "release" / "recipe.yaml").read_text()
 
 
-def test_what_cannot_be_had_is_named(calls):
-    reasons = {
-        ("label", "some/nothing"): "There is no model some/nothing on the hub, or it is private",
-        ("label", "gated/model"): "The model gated/model is gated",
-        ("label", "some/language@v9"): "The model some/language on the hub has no revision v9",
-        ("label", "some/gguf"): "has no safetensors files and no PyTorch checkpoints, but model.Q4_K.gguf",
-        # Checkpoints are opened by the label alone.
-        ("compress", "some/pickled", "net"): "has no safetensors files, but pytorch_model.bin",
-    }
-    for (command, words), (code, _, errors) in zip(reasons.items(), calls(*reasons), strict=True):
+def test_what_cannot_be_had_is_named(online):
+    for command, words in REASONS.items():
+        code, _, errors = online[command]
         assert code == 2, command
         assert words in " ".join(errors.split())
 
 
-def test_a_hub_that_cannot_be_reached_is_not_a_missing_model(calls):
-    ((code, _, errors),) = calls(("label", "some/language"), offline=True)
+def test_a_hub_that_cannot_be_reached_is_not_a_missing_model(offline):
+    code, _, errors = offline[OFFLINE[1]]
     assert code == 2
     assert "the hub could not be reached" in " ".join(errors.split())
 

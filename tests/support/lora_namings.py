@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -103,5 +104,9 @@ def in_diffusers(mixin: str, path: Path) -> dict[str, tuple[torch.Tensor, torch.
 def probe(factors: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """The change applied to fixed vectors, which a change of low rank cannot pass unless it is the same."""
     down, up = (each.double() for each in factors)
-    vectors = torch.randn(down.shape[1], 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return up @ (down @ vectors)
+    return up @ (down @ vectors(down.shape[1]))
+
+
+@cache
+def vectors(width: int) -> torch.Tensor:
+    return torch.randn(width, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -67,8 +67,8 @@ def _one_direction(parts: Sequence[Part], delta: float, removed: bool) -> float:
     low, high = 0.0, 30.0
     while high - low > 1e-4:
         middle = (low + high) / 2
-        above = edges[:-1] > middle
-        lost = float((masses[above] * -np.expm1(middle - edges[:-1][above])).sum())
+        above = int(np.searchsorted(edges[:-1], middle, side="right"))
+        lost = float((masses[above:] * -np.expm1(middle - edges[above:-1])).sum())
         low, high = (middle, high) if lost > delta else (low, middle)
     return low
 

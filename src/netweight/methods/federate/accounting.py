@@ -192,11 +192,22 @@ def epsilon_of(parts: Iterable[tuple[float, float, int]], delta: float) -> float
 
 @cache
 def _epsilon(history: History, delta: float) -> float:
-    # Takes a third of a second, and clients of a federation are often alike.
+    if not history:
+        return 0.0
     with _accountants() as accountants:
-        counting = accountants.create_accountant(mechanism="rdp")
-        counting.history = list(history)
-        return float(counting.get_epsilon(delta=delta))
+        spent = sum(_divergences_of_a_step(noise, rate) * steps for noise, rate, steps in history)
+        orders = accountants.RDPAccountant.DEFAULT_ALPHAS
+        epsilon, _ = accountants.analysis.rdp.get_privacy_spent(orders=orders, rdp=spent, delta=delta)
+        return float(epsilon)
+
+
+@cache
+def _divergences_of_a_step(noise: float, rate: float) -> Any:
+    """Return the Rényi divergence of one noisy step at each of the accountant's orders, a numpy array."""
+    # Takes a third of a second; steps add up, so that every further round with the same noise is free.
+    with _accountants() as accountants:
+        orders = accountants.RDPAccountant.DEFAULT_ALPHAS
+        return accountants.analysis.rdp.compute_rdp(q=rate, noise_multiplier=noise, steps=1, orders=orders)
 
 
 # ---- one client's DP-SGD ---------------------------------------------------------------------------------------------
