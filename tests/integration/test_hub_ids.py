@@ -100,7 +100,7 @@ def run(place, repositories, commands, *, offline):
         environment |= {"HF_HUB_OFFLINE": str(int(offline)), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": "hf_x"}
         done = subprocess.run(
             [sys.executable, "-c", CALLS], input=json.dumps([[*words] for words in commands]), cwd=place,
-            env=environment, capture_output=True, text=True, timeout=300,
+            env=environment, capture_output=True, text=True, timeout=540,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
