@@ -66,12 +66,19 @@ def attack_folders(
     return plan, replace(section, warnings=[*section.warnings, *plan.left_out])
 
 
+def with_recovery_defined(plan: SweepPlan, section: Section) -> Section:
+    """Return a section whose introduction says which score counts as a recovery, where attacks determined one."""
+    if not plan.recovered:
+        return section
+    return replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
+
+
 def attack(target: Target, settings: FolderAttack, progress: Progress) -> Result:
     """Attack a model folder, as the command and recipes do."""
     own, settings = settings.base, settings.replace(base=settings.base or target.before)
     how: Any = {"folder": target.output, "seed": target.seed, "progress": progress, "earlier": own is None}
     plan, section = attack_folders(settings, target.model, planned=partial(_announce, progress), **how)
-    section = replace(section, intro=f"{section.intro}\n\nRecovered means: {plan.recovered}.".strip())
+    section = with_recovery_defined(plan, section)
     payload = {
         "threshold": plan.goal.threshold, "recovered": plan.recovered,
         "ledger": str(target.output / f"{ATTACKS}.jsonl"), "left_out": list(plan.left_out),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from netweight.attacks.finetuning.folder import attack_folders
+from netweight.attacks.finetuning.folder import attack_folders, with_recovery_defined
 from netweight.attacks.finetuning.folder_checks import check as check_finetuning
 from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
@@ -41,4 +41,5 @@ def attack_safeguards(target: Target, settings: SafeguardSettings, progress: Pro
     how: Any = {"folder": target.output, "seed": target.seed, "progress": progress}
     # Edits come first: they take minutes, and what they refuse about the rows should not wait for a search of hours.
     edited = [attack_refusal(settings, target.model, **how)] if settings.refused else []
-    return [attack_folders(settings, target.model, earlier=own is None, **how)[1], *edited]
+    plan, section = attack_folders(settings, target.model, earlier=own is None, **how)
+    return [with_recovery_defined(plan, section), *edited]

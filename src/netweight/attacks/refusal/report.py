@@ -14,12 +14,13 @@ from netweight.report.finding import Column, Finding, Section, Table
 from netweight.report.text import AllTargets, Conclusion, Words
 
 INTRO = (
-    "Whoever has the weights of a model can edit them so that it no longer refuses, without any training. Such edits "
-    "were tried here. Each is computed from half of the prompts. It is scored on a quarter of them by the probability "
-    "that an answer begins as a refusal does, and by its divergence: the change of the next-token distribution on "
-    "ordinary prompts. The model then answers the last quarter with the best edits. An edit counts if its divergence "
-    "is small, so that ordinary prompts are answered nearly as before. Neither an edited model nor an answer of one "
-    "was stored."
+    "Anyone who has the weights of a model can edit them, or change its hidden states while it runs, so that it no "
+    "longer refuses. This needs no training. Such edits were tried here in three steps. First, each edit was computed "
+    "from half of the prompts. Second, it was scored on a quarter of the prompts by two numbers: the probability that "
+    "an answer begins like a refusal, and the divergence, which is how much the edit changes the next token on "
+    "ordinary prompts. An edit with a larger divergence than the limit damages the model too much and does not count. "
+    "Third, the model answered the last quarter of the prompts with the best edits, and the refusals were counted. "
+    "Neither an edited model nor an answer of one was stored."
 )
 
 
@@ -159,11 +160,12 @@ def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredE
         cells = (None,) * 3 if each.measured is None else _cells(each.measured)
         rows.append((each.edit.kind, each.edit.label, mark, each.score.first_token, each.score.divergence, *cells))
     notes = (
-        "first token: probability that an answer begins as refusals do; divergence: change of the next-token "
-        "distribution on ordinary prompts. Both are measured on the quarter of the prompts that chooses edits. The "
-        "other columns are measured on the last quarter, for the best edits alone; a dash means not measured. refused: "
-        "share of the prompts; perplexity: on ordinary prompts, as a multiple of the model's own; right tokens: token "
-        "accuracy on the known responses to refused prompts, if the rows have them.",
+        "first token: probability that an answer begins like a refusal; divergence: how much the edit changes the "
+        "distribution of the next token on ordinary prompts. Both are measured on the quarter of the prompts by which "
+        "edits are chosen. The other columns are measured on the last quarter, and only for the best edits; a dash "
+        "means that the value was not measured. refused: share of the prompts that the model refuses; perplexity: on "
+        "ordinary prompts, as a multiple of that of the unedited model; right tokens: share of the tokens of the known "
+        "responses to refused prompts that the model predicts correctly, if the rows have responses.",
     )
     return Table("What each edit leaves", columns, rows, notes)
 
