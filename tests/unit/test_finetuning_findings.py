@@ -283,7 +283,7 @@ def test_a_section_with_figures_and_tables(tmp_path):
     survival, times, scores = section["figures"]
     assert "3 runs ended before" in times["alt"]
     assert [times["data"].count(f">{name}<") for name in ("undefended", "strong", "relearn ceiling")] == [1, 1, 1]
-    assert "strong: half of the runs recover it by step 100 (n = 15)" in survival["caption"]
+    assert "strong: half of the runs recover the behavior by step 100 (n = 15)" in survival["caption"]
     assert "relearn ceiling" in scores["caption"]
     rows = [row[:4] for row in section["tables"][1]["rows"]]
     assert [row[1] for row in rows[:3]] == ["undefended", "strong", "relearn ceiling"]

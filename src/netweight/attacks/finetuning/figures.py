@@ -98,8 +98,8 @@ def _best(sweep: Sweep, subjects: Sequence[str], domain: str) -> dict[str, tuple
 
 def _median_words(curve: Survival) -> str:
     if math.isfinite(curve.median):
-        return f"half of the runs recover it by step {curve.median:.0f}"
-    return f"fewer than half of the runs recover it by step {curve.last:.0f}"
+        return f"half of the runs recover the behavior by step {curve.median:.0f}"
+    return f"fewer than half of the runs recover the behavior by step {curve.last:.0f}"
 
 
 def _median_scores(attack: AttackTimes) -> tuple[list[float], list[float]]:

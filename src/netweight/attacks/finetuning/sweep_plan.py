@@ -67,10 +67,11 @@ class SweepPlan:
         """The criterion of an attack's success, in words."""
         if self.goal.threshold is None:
             return "not determined, because no attack broke the model without a defense"
-        fluency = "" if self.goal.fluency_at_least is None else f", fluency at least {self.goal.fluency_at_least:.2f}"
+        least = self.goal.fluency_at_least
+        fluency = "" if least is None else f", and a share of different trigrams in its answers of at least {least:.2f}"
         return (
-            f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, with at least "
-            f"{self.goal.least_ability:.0%} of the kept ability{fluency}"
+            f"token accuracy on held-out rows at least {self.goal.threshold:.3f}, while the model keeps at least "
+            f"{self.goal.least_ability:.0%} of the base's ability on ordinary rows{fluency}"
         )
 
 

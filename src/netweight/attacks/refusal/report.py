@@ -66,7 +66,7 @@ def refusal_section(
         before=f"{before.share:.0%}",
         left=f"{worst.measured.share:.0%}" if worst is not None and worst.measured else "",
         edit="" if worst is None else f"{worst.edit.kind}, {worst.edit.label}",
-        unmeasured=_unmeasured(worst),
+        unmeasured=_damaging(answered, worst, settings) + _unmeasured(worst),
     )
     return Section(
         "Refusal removed without training", findings, tables=[_table(before, edits, best)], intro=INTRO,
@@ -129,6 +129,20 @@ def _share(name: str, refusal: Refusal, seed: int, before: Refusal | None = None
             "different answers, share of all": refusal.different,
         },
     )  # fmt: skip
+
+
+def _damaging(answered: Sequence[ScoredEdit], worst: ScoredEdit | None, settings: RefusalSettings) -> str:
+    """Return a sentence about edits that leave fewer refusals than the best one and do not count; empty without."""
+    if worst is None or worst.measured is None:
+        return ""
+    share = worst.measured.share
+    others = {each.edit.kind for each in answered if each.measured and each.measured.share < share}
+    if not others:
+        return ""
+    return (
+        f" Edits that leave fewer refusals ({', '.join(sorted(others))}) do not count, because their divergence on "
+        f"ordinary prompts is above {settings.most_divergence:g} nats."
+    )
 
 
 def _unmeasured(worst: ScoredEdit | None) -> str:
