@@ -229,6 +229,14 @@ def test_networks_that_would_not_learn_are_refused_with_a_cure(name: str) -> Non
     assert refusal.value.cure
 
 
+def test_inputs_too_large_for_the_network_are_refused() -> None:
+    """Without the check, a message on what the network keeps from batch to batch names another cause."""
+    x, y = examples(20, 1)
+    data = {7: ClientData((1e20 * x, y), (x, y))}
+    with pytest.raises(UsageError, match=r"NaN or infinity for the training inputs of client 7, whose largest.*Scale"):
+        refuse_unfit_examples(Task(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), nn.Linear(5, 3), data), 7)
+
+
 def test_one_class_alone_is_refused() -> None:
     """The loss is 0 and the accuracy 100 %, whatever the network is."""
     x, y = examples(20, 1)

@@ -31,8 +31,8 @@ def refuse_unfit_examples(task: Task, client: int) -> None:
         client: Its number.
 
     Raises:
-        UsageError: Inputs contain NaN or infinity; the network cannot take them, returns probabilities or one
-            output, or has a layer whose outputs are the same for every example; the loss
+        UsageError: Inputs contain NaN or infinity; the network cannot take them, returns NaN, infinity,
+            probabilities or one output, or has a layer whose outputs are the same for every example; the loss
             cannot take the targets, or returns more than one value or a sum in place of a mean; test targets are not
             class numbers; or the loss has no gradient with regard to some weight that is to be trained.
     """
@@ -76,6 +76,13 @@ def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
             if others and inputs.is_floating_point()
             else "Convert them to the type, shape and range that the network was made for.",
         ) from error
+    if not bool(outputs.isfinite().all()):
+        largest = f", whose largest value is {float(tried.abs().max()):.3g}" if tried.is_floating_point() else ""
+        raise UsageError(
+            f"The network returns NaN or infinity for the {what}{largest}.",
+            cure="Scale the inputs, such as to a mean of 0 and a standard deviation of 1, or initialize the network "
+            "with smaller weights.",
+        )
     return outputs
 
 
