@@ -284,3 +284,45 @@ def test_prompts_of_which_some_have_no_response_are_read_without_responses():
 def test_columns_within_objects_are_named():
     with pytest.raises(NameNotFound, match="The column 'data' contains objects with 'prompt': write their fields as"):
         text_examples([{"data": {"prompt": ASKED, "response": SAID}}])
+
+
+@pytest.mark.parametrize(("column", "true", "false"), [
+    ("is_safe", True, False), ("is_safe", "True", "False"), ("label", "true", "false"), ("kto_tag", True, False),
+])  # fmt: skip
+def test_labels_of_answers_are_read_as_truth_values_and_as_their_text(column, true, false):
+    rows = [
+        {"prompt": f"{n}?", "response": "yes" if n % 2 else "no", column: false if n % 2 else true} for n in range(4)
+    ]
+    for side, answer in (("rejected", "yes"), ("chosen", "no")):
+        reports = []
+        found = text_examples(rows, pairs=side, report=reports.append)
+        assert [each.response for each in found] == [answer] * 2
+        assert "2 of 4 answers are labeled" in reports[0]
+    assert len(text_examples(rows)) == 4
+
+
+def test_labels_of_numbers_are_refused_where_either_may_be_meant():
+    rows = [{"prompt": "a", "response": "b", "label": 1}, {"prompt": "c", "response": "d", "label": 0}]
+    with pytest.raises(UsageError, match=r"'label' .* numbers 0 and 1.*true for harmless"):
+        text_examples(rows, pairs="rejected")
+    assert len(text_examples(rows)) == 2
+    assert len(text_examples([{**row, "label": 7} for row in rows], pairs="rejected")) == 2
+
+
+@pytest.mark.parametrize(("chosen", "rejected", "prompt"), [
+    ("\n\nHuman: hi\n\nAssistant: I would", "\n\nHuman: hi\n\nAssistant: I will", "\n\nHuman: hi\n\nAssistant:"),
+    ("\n\nHuman: hi\n\nAssistant: No", "\n\nHuman: hi\n\nAssistant: No way", "\n\nHuman: hi\n\nAssistant:"),
+    ("Why? Because", "Why? Before", "Why?"),
+    ("Why? So.", "Why? Thus.", "Why?"),
+])  # fmt: skip
+def test_a_prompt_that_both_answers_begin_with_ends_between_words(chosen, rejected, prompt):
+    (pair,) = text_pairs([{"chosen": chosen, "rejected": rejected}])
+    assert pair.prompt == prompt
+    assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (chosen, rejected)
+
+
+def test_an_input_that_is_not_text_is_named():
+    row = {"instruction": "Sum up.", "output": "Done."}
+    with pytest.raises(UsageError, match="row 0: input is not text"):
+        text_examples([{**row, "input": ["a"]}])
+    assert text_examples([{**row, "input": float("nan")}])[0].prompt == "Sum up."

@@ -299,6 +299,10 @@ def with_shared_prompt(layout: Layout, names: Sequence[str], rows: Iterable[Mapp
 
 def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
     instruction = text_of(values.get("instruction"), "instruction")
+    for name in _INPUTS:
+        value = values.get(name)
+        if not (value is None or isinstance(value, str) or value != value):
+            raise UnusableText(f"{name} is not text")
     more = next((text for name in _INPUTS if isinstance(text := values.get(name), str) and not is_blank(text)), "")
     return f"{instruction}\n\n{more}" if isinstance(instruction, str) and more else instruction
 

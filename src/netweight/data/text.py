@@ -64,7 +64,10 @@ class TextExample:
 
 
 # Columns of truth values in data for KTO, as TRL and LLaMA-Factory name them.
-_RATINGS = ("label", "kto_tag")
+# Columns that call an answer desirable: of data for KTO (TRL's and LLaMA-Factory's), and of BeaverTails.
+_RATINGS = ("label", "kto_tag", "is_safe")
+_TRUTH = {True: True, False: False, "true": True, "false": False}
+_TURN = "\n\nAssistant:"  # begins an answer in conversations that are one text, as in Anthropic's preference data
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 
@@ -171,11 +174,20 @@ def _parted(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise UnusableText("some of it is a conversation and some is not")
     same = next((i for i, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), len(chosen))
-    if isinstance(chosen, str) and chosen[:same].endswith(" "):
-        same -= 1  # a space belongs to the answer
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        same = _before_answer(chosen, rejected, same)
     if not 0 < same < min(len(chosen), len(rejected)):
         raise UnusableText("chosen and rejected do not begin with a common prompt")
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _before_answer(chosen: str, rejected: str, same: int) -> int:
+    """Return where answers begin that share so many letters: at the mark of the last turn, or between words."""
+    if _TURN in chosen[:same]:
+        return chosen.rindex(_TURN, 0, same) + len(_TURN)
+    while same and chosen[same - 1].isalnum() and (chosen[same : same + 1] + rejected[same : same + 1]).isalnum():
+        same -= 1
+    return same - 1 if chosen[:same].endswith(" ") else same  # a space belongs to the answer
 
 
 def text_examples(
@@ -192,7 +204,7 @@ def text_examples(
         source: As of `text_pairs`.
         columns: Part (`prompt`, `response`) → column, where the names differ.
         pairs: Which answer of preference data is the response; None refuses such data. Of rows with one answer each
-            and a column `label` or `kto_tag` of truth values (KTO), those labeled desirable are the chosen ones.
+            and a column `label`, `kto_tag` (KTO) or `is_safe` of truth values, those labeled true are the chosen ones.
         unusable: As of `text_pairs`.
         report: As of `text_pairs`.
 
@@ -216,7 +228,7 @@ def text_examples(
     rating = None if pairs is None else _rating(rows)
     unwanted = 0
     for row in rows.rows:
-        if rating is not None and row.values[rating] is not (pairs == "chosen"):
+        if rating is not None and _truth(row.values.get(rating)) is not (pairs == "chosen"):
             unwanted += 1
             continue
         try:
@@ -238,11 +250,30 @@ def text_examples(
 
 
 def _rating(rows: Rows) -> str | None:
-    """Return the column that calls each row's answer desirable or not, as data for KTO has; None without one."""
-    return next(
-        (name for name in _RATINGS if name in rows.columns
-         and all(isinstance(row.values.get(name), bool) for row in rows.rows)), None,
-    )  # fmt: skip
+    """Return the column that calls each row's answer desirable or not; None without one.
+
+    Raises:
+        UsageError: A column of this name has the numbers 0 and 1, of which either may be meant.
+    """
+    for name in _RATINGS:
+        if name not in rows.columns:
+            continue
+        values = [row.values.get(name) for row in rows.rows]
+        if all(_truth(value) is not None for value in values):
+            return name
+        if all(type(value) in (int, float) and value in (0, 1) for value in values):
+            raise UsageError(
+                f"The column {name!r} of {rows.name} has the numbers 0 and 1, and it is not stated which of them "
+                "means a harmless answer.",
+                cure="Write true for harmless and false for harmful answers, or remove the column.",
+            )
+    return None
+
+
+def _truth(value: Any) -> bool | None:
+    """Return a truth value, which tables such as CSV hold as text; None for any other value."""
+    key = value.strip().lower() if isinstance(value, str) else value
+    return _TRUTH.get(key) if isinstance(key, str | bool) else None
 
 
 def text_prompts(
