@@ -165,7 +165,8 @@ class Command(Generic[S]):
     """The class of its settings, `lazy` or itself; None where it has none."""
     _: KW_ONLY
     run: Callable[..., Result] | None = None
-    """Takes `(settings, context, **arguments)`; without settings `(context, **arguments)`."""
+    """Takes `(settings, context, **arguments)`; without settings `(context, **arguments)`. A `Method` without one
+    applies itself to the source."""
     summary: str = ""
     """Purpose of the command, in a line; by default the first line of the settings' docstring."""
     description: str = ""
@@ -193,7 +194,7 @@ class Command(Generic[S]):
         """Summary in one line."""
         return self.summary or (inspect.getdoc(self.settings_class) or "").partition("\n")[0]
 
-    def execute(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+    def run_resolving_hub_ids(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
         """Run the command on checked settings, after models that are named by an id on the hub are looked up.
 
         Args:
@@ -213,10 +214,10 @@ class Command(Generic[S]):
             name: Path(text) if text in named else local_model(text, exclude=exclude)
             for name, text in ((name, str(arguments[name])) for name in models)
         }
-        return self.perform(settings, context, {**arguments, **parameters})
+        return self.run_on_paths(settings, context, {**arguments, **parameters})
 
-    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
-        """Run the command on checked settings and arguments.
+    def run_on_paths(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Run the command on checked settings and arguments, with what its kind adds: audits, or a report.
 
         Args:
             settings: Of the command's class of settings; None without one.
@@ -255,7 +256,7 @@ class Command(Generic[S]):
         settings = None if self.settings_class is None else self.settings_class.of(given)
         if self.settings_class is None and given:
             raise UsageError(f"The command {self.name!r} has no argument {sorted(given)[0]!r}.")
-        return self.execute(settings, Context(progress), arguments)
+        return self.run_resolving_hub_ids(settings, Context(progress), arguments)
 
     def _arguments(self, positional: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
         """Take the arguments out of what was given."""
@@ -358,26 +359,29 @@ class Method(Command[S]):
         """The names of the audits that a recipe or a command can run."""
         return tuple(name for name, audit in self.audits.items() if audit is not None)
 
-    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
-        """Apply the method to the source, and run its audits if the call asks for them."""
+    def _run_apply(self, settings: Any, context: Context, *, source: Path, destination: Path) -> Result:
+        """Apply the method as a recipe does: what `run` is by default."""
+        from netweight.job import check_destination
+
+        check_destination(destination, overwrite=None)
+        made = self.apply(source, destination, settings, context.progress)
+        usual = Result(payload={"path": str(destination), "settings": settings.to_json()})
+        result = made if isinstance(made, Result) else usual
+        return result if result.written else replace(result, written=(destination,))
+
+    def run_on_paths(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+        """Check the source, apply the method to it, and run its audits if the call asks for them."""
         values = dict(arguments)
         audited = values.pop("audit", self.audited)
         source = values[self.arguments[0].name]
         if self.check is not None:
             also = {name: values.get(name) for name in self.checked_arguments}
             self.check(None if source is None else Path(source), settings, **also)
-        if self.run is not None and self.audits_itself:
-            whole: Result = self.run(settings, context, **values, audit=audited)
+        run = self._run_apply if self.run is None else self.run
+        if self.audits_itself:
+            whole: Result = run(settings, context, **values, audit=audited)
             return whole
-        if self.run is not None:
-            result: Result = self.run(settings, context, **values)
-        else:
-            destination = values["destination"]
-            _refuse_existing(destination)
-            made = self.apply(source, destination, settings, context.progress)
-            usual = Result(payload={"path": str(destination), "settings": settings.to_json()})
-            result = made if isinstance(made, Result) else usual
-            result = result if result.written else replace(result, written=(destination,))
+        result: Result = run(settings, context, **values)
         sections = list(result.sections)
         if audited and self.runnable:
             from netweight.report.audit import run_audits
@@ -391,12 +395,6 @@ class Method(Command[S]):
         for folder in result.written:
             sections = with_conditions(sections, conditions_of(folder))
         return replace(result, sections=tuple(sections))
-
-
-def _refuse_existing(destination: Path) -> None:
-    from netweight.job import check_destination
-
-    check_destination(destination, overwrite=None)
 
 
 @final
@@ -465,7 +463,7 @@ class Attack(Command[S]):
             return made
         return Result(sections=tuple(made) if isinstance(made, (list, tuple)) else (made,))
 
-    def perform(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
+    def run_on_paths(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
         """Attack a model and write the report."""
         from netweight.core.files import digest_file
         from netweight.report.report import Report

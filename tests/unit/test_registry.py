@@ -160,7 +160,7 @@ def test_every_registration_leads_somewhere():
 
 def test_a_command_without_settings_takes_arguments_alone():
     made = Command("plain", run=lambda context, **given: given, arguments=())
-    assert made.perform(None, Context(), {"x": 1}) == {"x": 1}
+    assert made.run_on_paths(None, Context(), {"x": 1}) == {"x": 1}
     with pytest.raises(UsageError, match="has no argument 'y'"):
         made(y=2)
 

@@ -109,7 +109,7 @@ class _Generated(click.Command):
                 _check_card(registered, given)
             with work_account() as account:
                 try:
-                    result = registered.execute(settings, how, given)
+                    result = registered.run_resolving_hub_ids(settings, how, given)
                 except KeyboardInterrupt:
                     _interrupted(account, registered, given, output)
                     raise
