@@ -20,7 +20,7 @@ from folders_under_test import (
 import netweight
 from netweight.core.progress import Progress
 from netweight.errors import CorruptBlob, OutputExists, UnsafeInput, Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.store import StoreWriter, open_store
 
 SHAPES = {

@@ -20,8 +20,8 @@ from folders_under_test import content, simple_weights, transformers_folder
 from netweight.core.files import part_of
 from netweight.core.progress import Progress
 from netweight.errors import OutputFailed, UsageError
-from netweight.methods.compress import folder as folder_module
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress import compress_folder as folder_module
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
@@ -312,7 +312,7 @@ def test_a_read_only_disk_is_enough_to_read_from(tmp_path, read_only):
 ORDINARY_USER = """
 import os, sys
 from netweight.errors import NetweightError
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 compress_folder(sys.argv[1], sys.argv[2])  # so that everything is imported
 if os.getuid() == 0:
     os.setgid(65534)

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from netweight import cli
 from netweight.attacks.gradient_inversion import tailored
-from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.plan import FederationPlan
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed: its digits are the default data")
 SMALL = [

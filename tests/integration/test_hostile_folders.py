@@ -149,7 +149,7 @@ from pathlib import Path
 from netweight.core.files import read_json
 from netweight.errors import NetweightError
 from netweight.labels.measure import label
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.methods.compress.verify import verify
 import netweight.methods.compress.quantized
 

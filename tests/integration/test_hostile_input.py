@@ -283,7 +283,7 @@ def test_a_source_that_shrinks_while_it_is_read_is_named(tmp_path):
 GROWTH = """
 import re, sys, netweight
 from netweight.errors import NetweightError
-import netweight.methods.compress.folder
+import netweight.methods.compress.compress_folder
 
 def most():
     return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])

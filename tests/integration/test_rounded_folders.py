@@ -179,9 +179,9 @@ def test_an_interrupted_run_goes_on_only_with_the_same_rounding(tmp_path):
 
     def interrupted(name):
         """What a run that was killed in the second shard leaves."""
-        from netweight.methods.compress import folder
+        from netweight.methods.compress import compress_folder
 
-        original = folder.write_compressed
+        original = compress_folder.write_compressed
 
         def stopping(shard, target, **options):
             if target.name.startswith(broken.stem):
@@ -189,7 +189,7 @@ def test_an_interrupted_run_goes_on_only_with_the_same_rounding(tmp_path):
             return original(shard, target, **options)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folder, "write_compressed", stopping)
+            patch.setattr(compress_folder, "write_compressed", stopping)
             with pytest.raises(KeyboardInterrupt):
                 netweight.compress_folder(source, tmp_path / name, mantissa_bits=3)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import NetweightError
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.methods.compress.verify import verify
 from netweight.store import open_store
 from netweight.store.safetensors import BITS, nbytes_of

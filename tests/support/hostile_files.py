@@ -17,7 +17,7 @@ import numpy
 from netweight import codec
 from netweight.codec.header import BY_NAME, HeaderWriter
 from netweight.errors import NetweightError
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.methods.compress.inspect import inspect_tensors
 from netweight.methods.compress.verify import verify
 from netweight.store.reader import open_store

@@ -21,7 +21,7 @@ from folders_under_test import content
 
 from netweight.core import files as atomic
 from netweight.errors import OutputExists
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 
 STEPS = ("open", "pwrite", "replace", "rename", "fsync", "mkdir", "unlink", "rmdir", "truncate", "fchmod")
 

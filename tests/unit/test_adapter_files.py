@@ -18,7 +18,7 @@ from netweight.errors import (
     Unsupported,
     UsageError,
 )
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 from netweight.nn.lora import LowRank
 from netweight.store.lora_formats import writing
 

@@ -5,7 +5,7 @@ import sys
 
 from folders_under_test import simple_weights, transformers_folder
 
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 from netweight.methods.compress.settings import CompressSettings
 from netweight.methods.compress.verify import TREATMENT, AuditSubject
 from netweight.report import missing_audits, run_audits

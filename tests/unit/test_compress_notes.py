@@ -6,7 +6,7 @@ import numpy
 import pytest
 from folders_under_test import transformers_folder, weights, write_safetensors
 
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.store.reader import StoredFile
 
 SHAPE = (256, 192)

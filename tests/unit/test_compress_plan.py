@@ -8,7 +8,7 @@ import pytest
 from folders_under_test import diffusers_folder, simple_weights, transformers_folder
 
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 from netweight.methods.compress.folder_format import make_plan
 from netweight.methods.compress.settings import CompressSettings
 

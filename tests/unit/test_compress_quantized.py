@@ -13,7 +13,7 @@ from torch import nn
 
 import netweight
 from netweight.errors import Unsupported
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.methods.compress.folder_format import MANIFEST, NOTE, Manifest
 from netweight.methods.compress.quantized import foreign_method
 from netweight.methods.compress.verify import verify

@@ -13,7 +13,7 @@ from netweight.report.text import AllTargets, Conclusion, Criterion, HasValue, b
 for home in ("attacks.finetuning", "attacks.embedding_search", "attacks.gradient_inversion", "methods.federate",
              "methods.forget"):  # fmt: skip
     importlib.import_module(f"netweight.{home}.report")
-importlib.import_module("netweight.attacks.refusal.folder")
+importlib.import_module("netweight.attacks.refusal.attack_folder")
 for home in ("compress.recipe", "federate.recipe", "immunize.report", "space.images"):
     importlib.import_module(f"netweight.methods.{home}")
 

@@ -33,11 +33,11 @@ from netweight.methods.federate.algorithms.scaffold import Scaffold
 from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.engine import Run, finished
-from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.history import Round, at_plateau
 from netweight.methods.federate.joining import join
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult
+from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.settings import Phase
 from netweight.methods.federate.updates import Update
 

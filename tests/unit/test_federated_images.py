@@ -5,8 +5,8 @@ import torch
 
 from netweight.data import images as data
 from netweight.errors import UsageError
-from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.partition import client_sizes, federated_images, groups_of
+from netweight.methods.federate.plan import FederationPlan
 
 
 def numbered(count=400, classes=10, name="numbered", writers=None):

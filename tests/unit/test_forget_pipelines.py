@@ -22,8 +22,8 @@ from netweight.hf.load_pipeline import check_lengths, load_text_to_image, text_t
 from netweight.methods.forget.detect import Threshold, detect, detect_resumably
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.edits import ClosedForm, Distil, Siss
-from netweight.methods.forget.folder import forget_folder
 from netweight.methods.forget.folder_settings import FolderForgetting
+from netweight.methods.forget.forget_folder import forget_folder
 from netweight.methods.forget.forgetting import forget, undo
 from netweight.methods.forget.layers import measure_statistics, value_layers
 from netweight.methods.forget.localize import localize_prompt

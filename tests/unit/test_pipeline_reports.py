@@ -22,8 +22,8 @@ from netweight.errors import NetweightError, UnsafeInput, Unsupported, UsageErro
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.edits import ClosedForm
-from netweight.methods.forget.folder import forget_folder
 from netweight.methods.forget.folder_settings import FolderForgetting
+from netweight.methods.forget.forget_folder import forget_folder
 from netweight.methods.forget.forgetting import forget
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers

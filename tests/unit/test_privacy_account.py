@@ -16,7 +16,7 @@ from netweight.methods.federate import ClientData, Federation, LocalTraining, Ta
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, epsilon_of, guarantee, privacy_of
 from netweight.methods.federate.algorithms.direct import DirectMethod
 from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg, ppsgd
-from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import promises

@@ -9,9 +9,9 @@ from netweight import Adapter, AdapterBank, read_adapter, write_adapter
 from netweight.core.progress import QUIET
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space import merging
-from netweight.methods.space.folder import find_similar
 from netweight.methods.space.merging import merge_files
 from netweight.methods.space.settings import MergeSettings
+from netweight.methods.space.space_files import find_similar
 from netweight.nn.lora import combined
 
 KERNELS = {PROJ_IN: (2, 2)}

@@ -16,7 +16,7 @@ from folders_under_test import simple_weights, transformers_folder, weights, wri
 from netweight import codec
 from netweight.core.files import lock, part_of, whole_file, whole_folder
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, OutputFailed, UnsafeInput, Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.store import StoreWriter, open_store
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import deflate_text, inflate_text

@@ -101,7 +101,7 @@ def _add_to_card(made: object, folder: Path) -> Path:
     from netweight.labels.files import PICTURE, card_lines
     from netweight.labels.label import Label
     from netweight.labels.picture import svg
-    from netweight.methods.compress.folder import write_side_file
+    from netweight.methods.compress.compress_folder import write_side_file
     from netweight.plugins.model_card import add_section
 
     assert isinstance(made, Label)

@@ -1,1 +1,1 @@
-"""The methods, one folder each: settings, algorithm, `folder.py` for files, `report.py`. None imports another."""
+"""The methods, one folder each: settings, algorithm, what reads and writes files, `report.py`. None imports another."""

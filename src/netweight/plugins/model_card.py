@@ -13,7 +13,7 @@ from netweight.core.environment import netweight_version
 from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.methods.compress.folder import write_side_file
+from netweight.methods.compress.compress_folder import write_side_file
 from netweight.registry import CardEntry, known_methods
 from netweight.report.card_sections import (
     CARD,

@@ -15,7 +15,7 @@ from torch import nn
 from netweight.core.files import publish
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 from netweight.methods.compress.quantized import foreign_method
 from netweight.methods.compress.runtime.model_source import ModelSource
 from netweight.methods.compress.runtime.tensor import CompressedTensor

@@ -24,8 +24,8 @@ from netweight.methods.federate import Task
 from netweight.methods.federate.algorithms.direct import fedavg
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.exposure import evidence_of
-from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.observation import observe, read_update
+from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.reconstruction import Halves, Search, reconstruct
 from netweight.methods.federate.threats import ThreatModel
 from netweight.metrics.images import match_images, psnr

@@ -21,8 +21,8 @@ from netweight.data.images import Images, load
 from netweight.methods.federate import Federation, Task, train
 from netweight.methods.federate.algorithms.direct import fedavg, local_only
 from netweight.methods.federate.algorithms.private_sgd import dp_fedavg
-from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.plan import REFERENCE_SPLIT
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.small_cnn import small_cnn
 from netweight.methods.federate.task_privacy import noise_for_task, task_guarantee

@@ -24,8 +24,8 @@ from netweight.methods.federate import train
 from netweight.methods.federate.engine import Run
 from netweight.methods.federate.exposure import exposure
 from netweight.methods.federate.exposure_report import exposure_findings
-from netweight.methods.federate.folder import FederationPlan
 from netweight.methods.federate.method import Method
+from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import dense_tensors
 from netweight_experiments.benchmarks.script import RESULTS, fill

@@ -18,8 +18,8 @@ from netweight.data.images import load
 from netweight.methods.federate import Federation, LocalTraining, Task, train
 from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.plan import REFERENCE_SPLIT
 from netweight_experiments.benchmarks.script import fill
 
 Owner = Literal["client", "averaged", "fedbn"]

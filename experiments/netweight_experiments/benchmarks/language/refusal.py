@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from netweight.attacks.refusal.attack_folder import EDITS as EDITS_FILE
+from netweight.attacks.refusal.attack_folder import attack_refusal
 from netweight.attacks.refusal.edits import EDITS
-from netweight.attacks.refusal.folder import EDITS as EDITS_FILE
-from netweight.attacks.refusal.folder import attack_refusal
 from netweight.attacks.refusal.settings import PHRASES, RefusalSettings
 from netweight.core.progress import Progress
 from netweight.data.answers import holds_phrase

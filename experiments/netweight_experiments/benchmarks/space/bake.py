@@ -213,7 +213,7 @@ def main(*, work: Path, rounds: int = 5, threads: int = 1, compressed: bool = Fa
         lora(work / "lora", model(work / "model"))
     result = {"rank": RANK, "bytes": sum(file.stat().st_size for file in (work / "model").iterdir()), "llama": LLAMA}
     if compressed:
-        from netweight.methods.compress.folder import compress_folder
+        from netweight.methods.compress.compress_folder import compress_folder
 
         if not (work / "packed").exists():
             compress_folder(work / "model", work / "packed")

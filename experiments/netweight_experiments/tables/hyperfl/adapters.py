@@ -15,8 +15,8 @@ from netweight.data.images import crop_and_flip
 from netweight.methods.federate import Federation, LocalTraining, Method, Task
 from netweight.methods.federate.algorithms.direct import DirectMethod
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.folder import REFERENCE_SPLIT
 from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.plan import REFERENCE_SPLIT
 from netweight.methods.federate.settings import Phase
 from netweight.report.finding import Finding
 from netweight.toys.networks import adapted_resnet20

@@ -22,8 +22,8 @@ from netweight.methods.federate import Federation, LocalTraining, Method, Task, 
 from netweight.methods.federate.accounting import noise_multiplier_for_all
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.catalog import entry_of
-from netweight.methods.federate.folder import REFERENCE_SPLIT, FederationPlan
 from netweight.methods.federate.partition import federated_images
+from netweight.methods.federate.plan import REFERENCE_SPLIT, FederationPlan
 from netweight.metrics.intervals import t_interval
 from netweight.report.finding import Finding
 from netweight_experiments.federated_rounds import Contender, random_federation, speed_findings, time_rounds

@@ -4,7 +4,7 @@ from typing import Any
 
 from netweight.registry import Attack, lazy
 
-_FOLDER = "netweight.attacks.embedding_search.folder"
+_FOLDER = "netweight.attacks.embedding_search.attack_pipelines"
 
 EMBEDDING: Attack[Any] = Attack(
     "embedding",

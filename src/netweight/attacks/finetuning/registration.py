@@ -7,7 +7,7 @@ from netweight.registry import Attack, lazy
 FINETUNE: Attack[Any] = Attack(
     "finetune",
     lazy("netweight.attacks.finetuning.settings:FolderAttack"),
-    attack=lazy("netweight.attacks.finetuning.folder:attack"),
+    attack=lazy("netweight.attacks.finetuning.attack_folders:attack"),
     title="Fine-tuning attacks",
     summary="Fine-tune a language model on harmful rows, and report how many steps recover the behavior.",
     description="MODEL is a folder of a transformers model, or its id on the hub, and is not changed. 20 % of the "

@@ -4,7 +4,7 @@ from typing import Any
 
 from netweight.registry import RESULTS, SEED, Argument, Attack, lazy
 
-_FOLDER = "netweight.attacks.gradient_inversion.folder"
+_FOLDER = "netweight.attacks.gradient_inversion.attack_files"
 
 GRADIENT_INVERSION: Attack[Any] = Attack(
     "gradient-inversion",

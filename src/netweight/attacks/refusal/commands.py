@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from netweight.attacks.finetuning.folder import attack_folders, with_recovery_defined
+from netweight.attacks.finetuning.attack_folders import attack_folders, with_recovery_defined
 from netweight.attacks.finetuning.folder_checks import check as check_finetuning
-from netweight.attacks.refusal.folder import attack_refusal
+from netweight.attacks.refusal.attack_folder import attack_refusal
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
 from netweight.core.progress import Progress
 from netweight.hf.families import check_language_model

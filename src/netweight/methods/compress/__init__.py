@@ -1,5 +1,5 @@
 """Lossless compression of model files and folders, and of models in memory (`runtime/`), and the audit that proves it.
 
-`folder.py` compresses and restores, file by file; `verify.py` proves bit identity, `inspect.py` shows
+`compress_folder.py` compresses and restores, file by file; `verify.py` proves bit identity, `inspect.py` shows
 how the bits of weights are spread. After NeuZip (arXiv 2410.20650).
 """

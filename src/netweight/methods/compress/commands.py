@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from netweight.methods.compress.folder import Summary, compress_folder, decompress_folder
+from netweight.methods.compress.compress_folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspect import TensorReport, inspect_tensors, plot_bits
 from netweight.methods.compress.settings import CompressSettings, DecompressSettings, InspectSettings, VerifySettings
 from netweight.methods.compress.verify import verify as compare

@@ -8,7 +8,7 @@ from pathlib import Path
 from netweight.core.progress import Progress
 from netweight.errors import NetweightError
 from netweight.methods.compress.bits import merge
-from netweight.methods.compress.folder import compress_folder
+from netweight.methods.compress.compress_folder import compress_folder
 from netweight.methods.compress.folder_format import MANIFEST, Manifest, make_plan
 from netweight.methods.compress.inspect import TensorReport, bits_figure, inspect_tensors
 from netweight.methods.compress.settings import CompressSettings

@@ -22,14 +22,14 @@ from netweight.methods.federate.finished import (
     open_run,
     with_private,
 )
-from netweight.methods.federate.folder import (
+from netweight.methods.federate.history import Round
+from netweight.methods.federate.plan import (
     FederationAudit,
     FederationExport,
     FederationPlan,
     FederationReport,
     FolderFederation,
 )
-from netweight.methods.federate.history import Round
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.report import add_sections, promises, rounds_section
 from netweight.methods.federate.threats import ThreatModel

@@ -22,9 +22,9 @@ from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.checkpoint import CHECKPOINT, Checkpoint
 from netweight.methods.federate.engine import Run, finished
-from netweight.methods.federate.folder import PLAN_FILE, FederationPlan
 from netweight.methods.federate.history import Round
 from netweight.methods.federate.method import Method, Weights
+from netweight.methods.federate.plan import PLAN_FILE, FederationPlan
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors
 

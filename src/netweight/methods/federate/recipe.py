@@ -26,8 +26,8 @@ from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.engine import Run, finished, train
 from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, exposure
 from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
-from netweight.methods.federate.folder import FederationPlan, FolderFederation
 from netweight.methods.federate.observation import observe, read_update
+from netweight.methods.federate.plan import FederationPlan, FolderFederation
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.refusal import RefusalLimits

@@ -24,7 +24,7 @@ COMMANDS: tuple[Entry, ...] = (
     Group("federate", "Train a model across clients, and audit what a server could see of their data."),
     Method(
         "federate run",
-        lazy("netweight.methods.federate.folder:FolderFederation"),
+        lazy("netweight.methods.federate.plan:FolderFederation"),
         lazy(f"{_RECIPE}:apply"),
         {"accuracy": lazy(f"{_REPORT}:accuracy"), "server attack": lazy(f"{_EXPOSURE}:gradient_inversion")},
         verb="federate",
@@ -55,7 +55,7 @@ COMMANDS: tuple[Entry, ...] = (
     ),
     Command(
         "federate audit",
-        lazy("netweight.methods.federate.folder:FederationAudit"),
+        lazy("netweight.methods.federate.plan:FederationAudit"),
         run=lazy(f"{_COMMANDS}:audit"),
         summary="Attack what the server of a federation could have seen.",
         description="Attacks updates of the run, and updates of shorter local training: how much of a client's "
@@ -66,7 +66,7 @@ COMMANDS: tuple[Entry, ...] = (
     ),
     Command(
         "federate report",
-        lazy("netweight.methods.federate.folder:FederationReport"),
+        lazy("netweight.methods.federate.plan:FederationReport"),
         run=lazy(f"{_COMMANDS}:report"),
         summary="Write the report of a finished federation.",
         description="For a federation of one process, and for the folder of a Flower server: accuracy by round, and "
@@ -76,7 +76,7 @@ COMMANDS: tuple[Entry, ...] = (
     ),
     Command(
         "federate export",
-        lazy("netweight.methods.federate.folder:FederationExport"),
+        lazy("netweight.methods.federate.plan:FederationExport"),
         run=lazy(f"{_COMMANDS}:export"),
         summary="Write a client's model as state dicts of body and head.",
         description="Writes body.safetensors and head.safetensors, which your own modules load with load_state_dict.",

@@ -2,6 +2,6 @@
 
 Read `settings`, `layers` (what a neuron is, and how active it usually is), `detect`, then `localize` with `search`,
 then the edits: `edit` and `distil`. `images` and `report` show what an edit did,
-`mitigations` are the methods compared with, `folder` applies and audits edits of whole pipelines;
+`mitigations` are the methods compared with, `forget_folder` applies and audits edits of whole pipelines;
 `netweight forget` calls `detect` and `localize` directly.
 """

@@ -15,8 +15,8 @@ from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.methods.forget.check import EditCheck
 from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of
 from netweight.methods.forget.edited_folder import undo_folder
-from netweight.methods.forget.folder import audit_folder, forget_folder
 from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
+from netweight.methods.forget.forget_folder import audit_folder, forget_folder
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 from netweight.methods.forget.localize import localize as find_neurons
 from netweight.methods.forget.localize import write_published, write_results

@@ -11,7 +11,7 @@ from typing import Any, final
 
 import torch
 
-from netweight.attacks.embedding_search.folder import prepare
+from netweight.attacks.embedding_search.attack_pipelines import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
 from netweight.attacks.embedding_search.search import Target, turned
 from netweight.core.names import Units

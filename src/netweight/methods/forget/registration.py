@@ -2,7 +2,7 @@
 
 from netweight.registry import OVERWRITE, PLAN, RESULTS, SEED, Argument, Command, Entry, Group, Method, lazy
 
-_COMMANDS, _FOLDER = "netweight.methods.forget.commands", "netweight.methods.forget.folder"
+_COMMANDS, _FOLDER = "netweight.methods.forget.commands", "netweight.methods.forget.forget_folder"
 _REPORT, _SETTINGS = "netweight.methods.forget.report", "netweight.methods.forget.settings"
 _FOLDERS = "netweight.methods.forget.folder_settings"
 _PIPELINE = Argument("pipeline")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from netweight.methods.immunize.folder import immunize_folder
+from netweight.methods.immunize.immunize_folder import immunize_folder
 from netweight.methods.immunize.record import RECORD
 from netweight.methods.immunize.settings import ImmunizeSettings
 from netweight.registry import Context, Result, Rows, shell_line

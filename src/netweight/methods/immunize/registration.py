@@ -4,7 +4,7 @@ from typing import Any
 
 from netweight.registry import MODEL, Argument, Method, lazy
 
-_FOLDER = "netweight.methods.immunize.folder"
+_FOLDER = "netweight.methods.immunize.immunize_folder"
 
 IMMUNIZE: Method[Any] = Method(
     "immunize",

@@ -1,7 +1,7 @@
 """weights2weights: a collection of low-rank adapters as one space, after arXiv 2406.09413.
 
 Read `settings`, then how a bank becomes a space: `gram` (inner products), `basis`, `fit` and `space`; then `points`,
-`labels`, `directions`, `edits` and `inversion`, which work on scores; `view` is the page; `folder`, `recipe` and
+`labels`, `directions`, `edits` and `inversion`, which work on scores; `view` is the page; `space_files`, `recipe` and
 `images` are what commands and recipes call.
 """
 

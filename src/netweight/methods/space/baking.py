@@ -46,8 +46,8 @@ _ANY_RANK = 1 << 30
 # The prefix of a tensor's name in the files, if an adapter uses this name and not that of a parameter.
 _TENSOR = "file:"
 # Compression is another method, which is called by its place.
-_COMPRESS = lazy("netweight.methods.compress.folder:compress_folder")
-_DECOMPRESS = lazy("netweight.methods.compress.folder:decompress_folder")
+_COMPRESS = lazy("netweight.methods.compress.compress_folder:compress_folder")
+_DECOMPRESS = lazy("netweight.methods.compress.compress_folder:decompress_folder")
 MANIFEST = "netweight.json"
 """The file that a compressed folder has."""
 _FLOATS = ("F64", "F32", "F16", "BF16")

@@ -18,19 +18,6 @@ from netweight.methods.space.converting import convert_file
 from netweight.methods.space.duplicates import find_duplicates
 from netweight.methods.space.extraction import extract_files
 from netweight.methods.space.fit import Accuracy
-from netweight.methods.space.folder import (
-    draw,
-    export_record,
-    find_direction,
-    find_similar,
-    invert_files,
-    moved,
-    places_of,
-    plan_inversion,
-    points_of,
-    predict_files,
-    view_folder,
-)
 from netweight.methods.space.merging import merge_files
 from netweight.methods.space.points import nearest, write_direction, write_points
 from netweight.methods.space.settings import (
@@ -55,6 +42,19 @@ from netweight.methods.space.settings import (
     SimilarSettings,
 )
 from netweight.methods.space.space import WeightSpace, read_about, read_published
+from netweight.methods.space.space_files import (
+    draw,
+    export_record,
+    find_direction,
+    find_similar,
+    invert_files,
+    moved,
+    places_of,
+    plan_inversion,
+    points_of,
+    predict_files,
+    view_folder,
+)
 from netweight.methods.space.steps import fit as fit_step
 from netweight.methods.space.steps import moves_of
 from netweight.methods.space.view.page import View, write_view

@@ -21,12 +21,12 @@ from netweight.errors import UsageError
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.methods.space.audits import LEAST_AUDITED, spread_findings
 from netweight.methods.space.edits import EditCurve, curve_findings, edit_curve
-from netweight.methods.space.folder import invert_files
 from netweight.methods.space.image_reader import import_reader
 from netweight.methods.space.inversion import generate_images
 from netweight.methods.space.points import Direction, NamedPoints, nearest
 from netweight.methods.space.settings import FolderInversion
 from netweight.methods.space.space import WeightSpace
+from netweight.methods.space.space_files import invert_files
 from netweight.methods.space.steps import directions_in, points_in
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import Target

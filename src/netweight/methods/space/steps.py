@@ -26,7 +26,6 @@ from netweight.job import Job
 from netweight.methods.space.audits import WrittenSubject
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move
-from netweight.methods.space.folder import EXPORTED, ExportRecord, draw, fit_folder, moved, places_of, points_of
 from netweight.methods.space.labels import check_columns, read_labels
 from netweight.methods.space.points import (
     Direction,
@@ -38,6 +37,7 @@ from netweight.methods.space.points import (
 )
 from netweight.methods.space.settings import EditSettings, FolderExport, FolderFit, SampleSettings
 from netweight.methods.space.space import RECORD, WeightSpace, check_space, write_space
+from netweight.methods.space.space_files import EXPORTED, ExportRecord, draw, fit_folder, moved, places_of, points_of
 from netweight.registry import CardEntry
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
