@@ -17,7 +17,7 @@ from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local import shuffled_batches
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult
-from netweight.methods.federate.updates import LowRank
+from netweight.methods.federate.updates import LowRankUpdate
 
 
 def started(task: Task, method: HyperFL) -> list[Client]:
@@ -71,8 +71,8 @@ def run(task: Task, method: HyperFL, clients: list[Client]) -> list[LocalResult]
     return method.train(task, LocalModel(task), clients, round=3, seed=7)
 
 
-def dense(tensor: Tensor | LowRank, base: Tensor) -> Tensor:
-    return tensor.dense(base) if isinstance(tensor, LowRank) else tensor
+def dense(tensor: Tensor | LowRankUpdate, base: Tensor) -> Tensor:
+    return tensor.dense(base) if isinstance(tensor, LowRankUpdate) else tensor
 
 
 @settings(max_examples=20)
@@ -115,7 +115,7 @@ def test_clipping_is_active_where_it_is_tested() -> None:
 def test_updates_are_low_rank_until_that_is_larger() -> None:
     task = small_task(clients=1, n=20)
     few, many = (HyperFL(LocalTraining(epochs=e, batch_size=5), embedding=4, hidden=(16,)) for e in (2, 5))
-    for method, kind in ((few, LowRank), (many, Tensor)):
+    for method, kind in ((few, LowRankUpdate), (many, Tensor)):
         client = Client(0, method.private_start(task, 0, seed=1), method.start(task, seed=1))
         update = method.train(task, LocalModel(task), [client], round=1, seed=1)[0].update
         assert isinstance(update.tensors["hypernetwork.heads.weight"], kind)
@@ -175,18 +175,18 @@ def test_an_update_outlives_the_next_round_of_the_same_worker() -> None:
     model, clients = LocalModel(task), started(task, method)
     first = method.train(task, model, clients, round=1, seed=1)
     factors = [one.update.tensors["hypernetwork.heads.weight"] for one in first]
-    kept = [(low.left.clone(), low.right.clone()) for low in factors if isinstance(low, LowRank)]
+    kept = [(low.left.clone(), low.right.clone()) for low in factors if isinstance(low, LowRankUpdate)]
     assert len(kept) == 2
     del first  # the factors alone must hold on to the memory that the worker would use again
     method.train(task, model, clients, round=2, seed=2)
     for low, (left, right) in zip(factors, kept, strict=True):
-        assert isinstance(low, LowRank)
+        assert isinstance(low, LowRankUpdate)
         assert torch.equal(low.left, left)
         assert torch.equal(low.right, right)
     address = factors[0].left.data_ptr()
     del factors, low
     again = method.train(task, model, clients, round=1, seed=1)[0].update.tensors["hypernetwork.heads.weight"]
-    assert isinstance(again, LowRank)
+    assert isinstance(again, LowRankUpdate)
     assert again.left.data_ptr() != address  # the second round took a block of its own, and this one takes that again
     assert torch.equal(again.left, kept[0][0])
 

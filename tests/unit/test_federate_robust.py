@@ -17,7 +17,7 @@ from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.lies import Lying
 from netweight.methods.federate.screening import screen
 from netweight.methods.federate.settings import Lie
-from netweight.methods.federate.updates import LowRank, Update
+from netweight.methods.federate.updates import LowRankUpdate, Update
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
 LIES = Lie.__args__  # type: ignore[attr-defined]
@@ -79,10 +79,10 @@ def honest_updates(count: int, *, low_rank: bool = False) -> tuple[dict[str, tor
     state = {name: torch.randn(shape, generator=generator) for name, shape in {"a": (6, 4), "b": (5,)}.items()}
     towards = {name: torch.randn(value.shape, generator=generator) for name, value in state.items()}
 
-    def tensors() -> dict[str, torch.Tensor | LowRank]:
+    def tensors() -> dict[str, torch.Tensor | LowRankUpdate]:
         own = {n: v + towards[n] + 0.3 * torch.randn(v.shape, generator=generator) for n, v in state.items()}
         left, right = torch.randn(6, 2, generator=generator), torch.randn(4, 2, generator=generator)
-        return {**own, "a": LowRank(0.99, left, right)} if low_rank else own
+        return {**own, "a": LowRankUpdate(0.99, left, right)} if low_rank else own
 
     return state, [Update(client, 10 + client, tensors()) for client in range(count)]
 
@@ -93,7 +93,8 @@ def test_aggregates_are_flowers_own(low_rank: bool) -> None:
     state, updates = honest_updates(7, low_rank=low_rank)
     sent = dict.fromkeys(range(7), state)
     dense = [
-        {n: v.dense(state[n]) if isinstance(v, LowRank) else v for n, v in update.tensors.items()} for update in updates
+        {n: v.dense(state[n]) if isinstance(v, LowRankUpdate) else v for n, v in update.tensors.items()}
+        for update in updates
     ]
     arrays = [([value.numpy() for value in one.values()], update.n) for one, update in zip(dense, updates, strict=True)]
     far = Federation(most_norm=1e9, most_examples=1e9)
@@ -102,7 +103,7 @@ def test_aggregates_are_flowers_own(low_rank: bool) -> None:
         expected = {} if name == "median" else {name: {"liars": 2}}
         (one,) = screen(sent, state, updates, far.replace(aggregator=name, **expected), round=1)[0]
         found = one.tensors.items()
-        return [(v.dense(state[n]) if isinstance(v, LowRank) else v).numpy() for n, v in found]
+        return [(v.dense(state[n]) if isinstance(v, LowRankUpdate) else v).numpy() for n, v in found]
 
     for name, wanted in {
         "median": theirs.aggregate_median(arrays),
@@ -227,7 +228,7 @@ def test_the_default_averages_low_rank_changes_and_trims_what_a_few_send_in_anot
     left, right = torch.zeros(6, 1), torch.zeros(4, 1)
     left[0], right[0] = -(24**0.5), 1.0  # as long as the others' change, and all of it in one value
     few = [Update(client, 10, {"a": torch.ones(6, 4)}) for client in range(4)]
-    few.append(Update(4, 10, {"a": LowRank(1.0, left, right)}))
+    few.append(Update(4, 10, {"a": LowRankUpdate(1.0, left, right)}))
     (trimmed,), _ = screen(dict.fromkeys(range(5), flat), flat, few, Federation(), round=1)
     assert float(trimmed.tensors["a"][0, 0]) == pytest.approx(1.0)  # type: ignore[index]
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from netweight.errors import PrivateTensor, UsageError
 from netweight.methods.federate.averaging import aggregate
-from netweight.methods.federate.updates import LowRank, Update, check_allow_list, from_wire, to_wire, validate_updates
+from netweight.methods.federate.updates import (
+    LowRankUpdate,
+    Update,
+    check_allow_list,
+    from_wire,
+    to_wire,
+    validate_updates,
+)
 
 STATE = {"heads.weight": torch.zeros(3, 2), "heads.bias": torch.zeros(3)}
 
@@ -31,13 +38,13 @@ def test_the_aggregate_is_the_weighted_mean_in_any_order(sizes: list[int], seed:
     base = {"a": torch.randn(4, 3, generator=generator, dtype=torch.float64)}
     updates = []
     for client, n in enumerate(sizes):
-        value: torch.Tensor | LowRank = torch.randn(4, 3, generator=generator, dtype=torch.float64)
+        value: torch.Tensor | LowRankUpdate = torch.randn(4, 3, generator=generator, dtype=torch.float64)
         if client % 2:
             left, right = (torch.randn(rows, 2, generator=generator, dtype=torch.float64) for rows in (4, 3))
-            value = LowRank(0.9, left, right)
+            value = LowRankUpdate(0.9, left, right)
         updates.append(Update(client, n, {"a": value}))
     dense = [
-        (u.tensors["a"].dense(base["a"]) if isinstance(u.tensors["a"], LowRank) else u.tensors["a"]).numpy()
+        (u.tensors["a"].dense(base["a"]) if isinstance(u.tensors["a"], LowRankUpdate) else u.tensors["a"]).numpy()
         for u in updates
     ]
     wanted = np.average(dense, axis=0, weights=sizes)
@@ -76,7 +83,8 @@ FAULTS = {
     "kind": (update(1, tensors={**update(1).tensors, "heads.bias": torch.ones(3, dtype=torch.int64)}), "dtype"),
     "NaN in a factor": (
         update(
-            1, tensors={**update(1).tensors, "heads.weight": LowRank(torch.nan, torch.ones(3, 1), torch.ones(2, 1))}
+            1,
+            tensors={**update(1).tensors, "heads.weight": LowRankUpdate(torch.nan, torch.ones(3, 1), torch.ones(2, 1))},
         ),
         "NaN or infinity",
     ),
@@ -106,18 +114,18 @@ def test_silence_uninvited_guests_and_duplicates_are_named() -> None:
 
 
 def test_the_wire_brings_low_rank_matrices_whole() -> None:
-    low = LowRank(0.25, torch.randn(3, 1), torch.randn(2, 1))
+    low = LowRankUpdate(0.25, torch.randn(3, 1), torch.randn(2, 1))
     sent = to_wire({"heads.weight": low, "heads.bias": torch.ones(3)})
     assert set(sent) == {"heads.weight|scale", "heads.weight|left", "heads.weight|right", "heads.bias"}
     found = from_wire(sent)["heads.weight"]
-    assert isinstance(found, LowRank)
+    assert isinstance(found, LowRankUpdate)
     base = torch.randn(3, 2)
     assert torch.equal(found.dense(base), low.dense(base))
 
 
 @pytest.mark.parametrize("broken", ["missing", "misfit"])
 def test_a_broken_low_rank_matrix_is_refused(broken: str) -> None:
-    sent = to_wire({"a": LowRank(0.25, torch.randn(3, 1), torch.randn(2, 1))})
+    sent = to_wire({"a": LowRankUpdate(0.25, torch.randn(3, 1), torch.randn(2, 1))})
     if broken == "missing":
         del sent["a|right"]
     else:
@@ -138,7 +146,7 @@ def test_low_rank_matrices_of_many_rows_are_averaged_part_by_part() -> None:
     generator = torch.Generator().manual_seed(0)
     base = torch.randn(10_000, 3, generator=generator, dtype=torch.float64)
     lows = [
-        LowRank(s, *(torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (10_000, 3)))
+        LowRankUpdate(s, *(torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (10_000, 3)))
         for s in (0.9, 0.8)
     ]
     whole = torch.randn(10_000, 3, generator=generator, dtype=torch.float64)

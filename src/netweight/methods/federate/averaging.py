@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from netweight.errors import UsageError
-from netweight.methods.federate.updates import LowRank, Tensors, Update
+from netweight.methods.federate.updates import LowRankUpdate, Tensors, Update
 
 
 def aggregate(state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def _check(state: Tensors, ordered: Sequence[Update]) -> None:
             raise UsageError(f"Client {update.client} reports {update.n} examples.")
 
 
-def average_tensor(base: Tensor, values: Sequence[Tensor | LowRank], shares: Sequence[float]) -> Tensor:
+def average_tensor(base: Tensor, values: Sequence[Tensor | LowRankUpdate], shares: Sequence[float]) -> Tensor:
     """Return the weighted sum of the clients' values of one tensor; of whole numbers, the median.
 
     Args:
@@ -59,7 +59,7 @@ def average_tensor(base: Tensor, values: Sequence[Tensor | LowRank], shares: Seq
     """
     if not base.is_floating_point():
         return median_of_whole_numbers(base, values)
-    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRank)]
+    low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRankUpdate)]
     mean = _average_low_rank(base, low) if low else torch.zeros_like(base)
     for value, share in zip(values, shares, strict=True):
         if isinstance(value, Tensor):
@@ -67,7 +67,7 @@ def average_tensor(base: Tensor, values: Sequence[Tensor | LowRank], shares: Seq
     return mean
 
 
-def median_of_whole_numbers(base: Tensor, values: Sequence[Tensor | LowRank]) -> Tensor:
+def median_of_whole_numbers(base: Tensor, values: Sequence[Tensor | LowRankUpdate]) -> Tensor:
     """Return the median of counters and other tensors that have no mean, such as numbers of batches.
 
     Args:
@@ -84,7 +84,7 @@ def median_of_whole_numbers(base: Tensor, values: Sequence[Tensor | LowRank]) ->
 _ROWS_AT_ONCE = 4096
 
 
-def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRank, float]]) -> Tensor:
+def _average_low_rank(base: Tensor, values: Sequence[tuple[LowRankUpdate, float]]) -> Tensor:
     """Return the weighted sum of matrices that differ from `base` by low ranks, without a copy of their factors."""
     mean = base * sum(value.scale * share for value, share in values)
     for start in range(0, len(base), _ROWS_AT_ONCE):

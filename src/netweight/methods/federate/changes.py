@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from netweight.methods.federate.updates import LowRank, Tensors, Update
+from netweight.methods.federate.updates import LowRankUpdate, Tensors, Update
 
 # Values of a tensor that are looked at at a time, of one client and of all together.
 AT_ONCE, OF_ALL = 2**20, 2**22
@@ -21,7 +21,7 @@ def length_of(sent: Tensors, update: Update, norms: dict[int, float]) -> float:
     squares = 0.0
     for name, value in update.tensors.items():
         base = sent[name]
-        if isinstance(value, LowRank):
+        if isinstance(value, LowRankUpdate):
             gram = (value.left.T @ value.left).double() * (value.right.T @ value.right).double()
             own = max(float(gram.sum()), 0.0) ** 0.5
             if value.scale != 1:
@@ -35,9 +35,9 @@ def length_of(sent: Tensors, update: Update, norms: dict[int, float]) -> float:
 
 
 def shortened(update: Update, sent: Tensors, factor: float) -> Update:
-    def of(base: Tensor, value: Tensor | LowRank) -> Tensor | LowRank:
-        if isinstance(value, LowRank):
-            return LowRank(1 + factor * (value.scale - 1), value.left * factor, value.right)
+    def of(base: Tensor, value: Tensor | LowRankUpdate) -> Tensor | LowRankUpdate:
+        if isinstance(value, LowRankUpdate):
+            return LowRankUpdate(1 + factor * (value.scale - 1), value.left * factor, value.right)
         return base + factor * (value - base) if base.is_floating_point() else value
 
     return replace(update, tensors={name: of(sent[name], value) for name, value in update.tensors.items()})
@@ -55,7 +55,7 @@ def changes(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Te
     parts = []
     for update in updates:
         value = update.tensors[name]
-        if isinstance(value, LowRank):
+        if isinstance(value, LowRankUpdate):
             part = torch.addmm(own, value.left[rows], value.right.T, beta=value.scale - 1, alpha=-1)
         else:
             part = as_matrix(value)[rows] - own

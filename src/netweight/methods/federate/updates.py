@@ -22,8 +22,8 @@ Tensors = Mapping[str, Tensor]
 
 @final
 @dataclass(frozen=True)
-class LowRank:
-    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
+class LowRankUpdate:
+    """An update of a matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
 
     # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
 
@@ -66,7 +66,7 @@ class Update:
     """The client's number; of a secure sum, the least of its clients'."""
     n: int
     """Number of training examples, the update's weight in an average; at least 1."""
-    tensors: Mapping[str, Tensor | LowRank]
+    tensors: Mapping[str, Tensor | LowRankUpdate]
     """The shared tensors after local training, by the names of the server's state. Matrices may be low-rank changes."""
     round: int = 1
     """The round that it answers, from 1."""
@@ -78,9 +78,9 @@ class Update:
     """Updates of the single clients, without tensors, if this is a secure sum or another joint update."""
 
 
-def dense_tensors(tensors: Mapping[str, Tensor | LowRank], base: Tensors) -> dict[str, Tensor]:
+def dense_tensors(tensors: Mapping[str, Tensor | LowRankUpdate], base: Tensors) -> dict[str, Tensor]:
     """Return tensors with low-rank matrices made whole, given the server's."""
-    return {n: value.dense(base[n]) if isinstance(value, LowRank) else value for n, value in tensors.items()}
+    return {n: value.dense(base[n]) if isinstance(value, LowRankUpdate) else value for n, value in tensors.items()}
 
 
 def check_allow_list(names: Iterable[str], shared: Sequence[str], *, client: int | str) -> None:
@@ -157,7 +157,7 @@ def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:
     return None
 
 
-def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
+def _tensor_fault(base: Tensor, value: Tensor | LowRankUpdate) -> str | None:
     if value.shape != base.shape:
         return f"has shape {tuple(value.shape)}, not {tuple(base.shape)}"
     parts = (value,) if isinstance(value, Tensor) else (value.left, value.right)
@@ -167,7 +167,7 @@ def _tensor_fault(base: Tensor, value: Tensor | LowRank) -> str | None:
     largest = [_largest(part) for part in parts]
     if not all(math.isfinite(size) for size in largest):
         return "contains NaN or infinity"
-    if isinstance(value, LowRank):
+    if isinstance(value, LowRankUpdate):
         # Finite factors alone do not say that their product is.
         bound = largest[0] * largest[1] * value.left.shape[1]
         if not math.isfinite(value.scale) or not bound < torch.finfo(base.dtype).max:
@@ -186,7 +186,7 @@ def _largest(part: Tensor) -> float:
 _PARTS = ("scale", "left", "right")
 
 
-def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
+def to_wire(tensors: Mapping[str, Tensor | LowRankUpdate]) -> dict[str, Tensor]:
     """Return tensors as they travel: a low-rank matrix becomes three, `NAME|scale`, `NAME|left`, `NAME|right`."""
     sent: dict[str, Tensor] = {}
     for name, value in tensors.items():
@@ -198,9 +198,9 @@ def to_wire(tensors: Mapping[str, Tensor | LowRank]) -> dict[str, Tensor]:
     return sent
 
 
-def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
+def from_wire(sent: Tensors) -> dict[str, Tensor | LowRankUpdate]:
     """Return what `to_wire` was given."""
-    tensors: dict[str, Tensor | LowRank] = {name: value for name, value in sent.items() if "|" not in name}
+    tensors: dict[str, Tensor | LowRankUpdate] = {name: value for name, value in sent.items() if "|" not in name}
     for name in {name.rpartition("|")[0] for name in sent if "|" in name}:
         parts = [sent.get(f"{name}|{part}") for part in _PARTS]
         scale, left, right = parts
@@ -209,5 +209,5 @@ def from_wire(sent: Tensors) -> dict[str, Tensor | LowRank]:
         if scale.numel() != 1 or left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[1]:
             shapes = [tuple(part.shape) for part in (scale, left, right)]
             raise UsageError(f"The parts of the low-rank matrix {name!r} do not fit: shapes {shapes}.")
-        tensors[name] = LowRank(float(scale), left, right)
+        tensors[name] = LowRankUpdate(float(scale), left, right)
     return tensors

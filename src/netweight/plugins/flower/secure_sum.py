@@ -39,7 +39,7 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.methods.federate.rounds import Trial
-from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, fault_of
+from netweight.methods.federate.updates import Fault, LowRankUpdate, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, fault_of_error, known_metrics
 
 # Largest change of a weight in one round that can be summed; a client with a larger one leaves itself out.
@@ -105,7 +105,7 @@ def masked_reply(message: Message, received: Tensors, update: Update) -> Message
     changes = []
     for name in sorted(received):
         value = update.tensors[name]
-        dense = value.dense(received[name]) if isinstance(value, LowRank) else value
+        dense = value.dense(received[name]) if isinstance(value, LowRankUpdate) else value
         change = dense.double() - received[name].double()
         largest = float(change.abs().max()) if change.numel() else 0.0
         if not largest <= CLIP:

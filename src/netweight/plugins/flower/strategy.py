@@ -26,7 +26,7 @@ from netweight.methods.federate.history import Round
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.rounds import Rounds, Trial
 from netweight.methods.federate.settings import Federation
-from netweight.methods.federate.updates import Fault, LowRank, Tensors, Update, from_wire, to_wire
+from netweight.methods.federate.updates import Fault, LowRankUpdate, Tensors, Update, from_wire, to_wire
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -420,10 +420,12 @@ def _on_disk(update: Update, folder: Path | None) -> Update:
 def _against_state(update: Update, sent: Tensors, state: Tensors) -> Update:
     """Return an update whose low-rank matrices all refer to the state: those of a message of one's own become dense."""
 
-    def of_state(name: str, value: Tensor | LowRank) -> Tensor | LowRank:
-        own = isinstance(value, LowRank) and name in sent and sent[name] is not state.get(name)
+    def of_state(name: str, value: Tensor | LowRankUpdate) -> Tensor | LowRankUpdate:
+        own = isinstance(value, LowRankUpdate) and name in sent and sent[name] is not state.get(name)
         return (
-            value.dense(sent[name]) if own and isinstance(value, LowRank) and value.shape == sent[name].shape else value
+            value.dense(sent[name])
+            if own and isinstance(value, LowRankUpdate) and value.shape == sent[name].shape
+            else value
         )
 
     tensors = {name: of_state(name, value) for name, value in update.tensors.items()}

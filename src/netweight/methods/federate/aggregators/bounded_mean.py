@@ -56,7 +56,7 @@ class BoundedMean(AggregatorSettings):
             if not base.is_floating_point():
                 joint[name] = averaging.median_of_whole_numbers(base, values)
                 continue
-            if 2 * sum(isinstance(value, forms.LowRank) for value in values) > len(values):
+            if 2 * sum(isinstance(value, forms.LowRankUpdate) for value in values) > len(values):
                 joint[name] = averaging.average_tensor(base, values, [update.n / total for update in updates])
                 continue
             joint[name] = base.clone()

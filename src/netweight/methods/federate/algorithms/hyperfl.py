@@ -31,7 +31,7 @@ from netweight.methods.federate.method import STATISTICS, Client, LocalResult, W
 from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
 from netweight.methods.federate.task import Task
-from netweight.methods.federate.updates import LowRank, Tensors, Update
+from netweight.methods.federate.updates import LowRankUpdate, Tensors, Update
 from netweight.nn import Hypernetwork, ParameterLayout
 from netweight.nn.hypernetwork import hidden_code
 
@@ -169,8 +169,8 @@ def rows_of_body(state: Tensors, size: int) -> dict[str, Tensor]:
 class TrainedClient:
     """A client after local training of its hypernetwork."""
 
-    hypernetwork: Mapping[str, Tensor | LowRank]
-    """The shared tensors; the heads' weights as `LowRank` unless there were too many steps."""
+    hypernetwork: Mapping[str, Tensor | LowRankUpdate]
+    """The shared tensors; the heads' weights as `LowRankUpdate` unless there were too many steps."""
     embedding: Tensor
     """Client embedding, shape `(E,)`."""
     weights: Weights
@@ -344,11 +344,11 @@ class FactoredHeads:
             self._right[row, self._taken[row]] = scaled[position]
             self._taken[row] += 1
 
-    def result(self, row: int) -> tuple[LowRank, Tensor]:
+    def result(self, row: int) -> tuple[LowRankUpdate, Tensor]:
         """Return a client's weights as factors, and the bias."""
         scale, weights, left, right = self._factors(row)
         columns = (right * weights[:, None]).T
-        return LowRank(scale, left.T, columns[:-1]), scale * self._base[0] - left.T @ columns[-1]
+        return LowRankUpdate(scale, left.T, columns[:-1]), scale * self._base[0] - left.T @ columns[-1]
 
     def _read_columns_of(self, codes: Tensor) -> None:
         """Read the columns of W₀ that codes above 0 need, if they are not at hand."""
