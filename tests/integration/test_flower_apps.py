@@ -296,7 +296,7 @@ def test_a_client_that_takes_no_part_is_named(tmp_path, caplog):
     assert sorted(rounds[0].after) == [2]
     assert all("does not take part in round 1" in rounds[0].refusals[client] for client in (0, 1))
     assert "local steps are fewer than 4" in caplog.text
-    assert rounds[0].errors == ()  # to abstain is no failure
+    assert rounds[0].errors == ()  # to decline is no failure
 
 
 @pytest.mark.parametrize("name", ["dp-fedavg", "hardened"])

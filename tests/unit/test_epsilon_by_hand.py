@@ -32,7 +32,7 @@ from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg
 from netweight.methods.federate.method import Client, LocalResult, Method
 from netweight.methods.federate.partition import dirichlet, dominant_groups
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
-from netweight.methods.federate.report import promises
+from netweight.methods.federate.report import guarantees
 from netweight.methods.federate.settings import Budget
 
 pytest.importorskip("opacus")
@@ -232,7 +232,7 @@ def test_in_one_process_no_printed_epsilon_is_below_the_count(name: str, tmp_pat
     if case.stops_at:
         train(task, watched, case.settings.replace(rounds=case.stops_at), workers=1, folder=tmp_path)  # type: ignore[arg-type]
     run = train(task, watched, case.settings, workers=1, folder=tmp_path)  # type: ignore[arg-type]
-    (promise,) = promises(run, DELTA)
+    (promise,) = guarantees(run, DELTA)
     counted = count_in_process(task, case.method, watched.sent, DELTA)
     assert math.isfinite(promise.epsilon)
     assert counted <= promise.epsilon <= 1.3 * counted + 0.3  # the account's own method is an upper bound

@@ -16,6 +16,7 @@ from netweight.attacks.gradient_inversion.tailored import PeelingConfig
 from netweight.core.seeds import derive
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTraining, Task, fedavg, train
+from netweight.methods.federate.acceptance import AcceptanceLimits
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.engine import Run
@@ -26,7 +27,6 @@ from netweight.methods.federate.method import Client
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import ATTACKS, Evidence, Search, nearest_pair
-from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.report import add_sections
 from netweight.methods.federate.threats import ThreatModel, own_threat
 from netweight.metrics.images import psnr
@@ -83,7 +83,7 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     assert summed.cosines == pytest.approx(summed.aggregate)
     malicious = ThreatModel(batch_size=4, server="imprint")
     assert attacked(whole, malicious, updates=5, summed_over=6, seed=1).psnr
-    careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, refusal=RefusalLimits()))
+    careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, acceptance=AcceptanceLimits()))
     assert "takes no part" in attacked(careful, malicious, updates=5, summed_over=6, seed=1).verdict[1]
 
 
@@ -104,7 +104,7 @@ def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytes
     malicious = ThreatModel(batch_size=4, server="imprint")
     plain = attacked(run, malicious, updates=5, summed_over=6, seed=1)
     assert plain.psnr
-    careful = dataclasses.replace(run, method=HardenedMethod(METHOD, refusal=RefusalLimits()))
+    careful = dataclasses.replace(run, method=HardenedMethod(METHOD, acceptance=AcceptanceLimits()))
     refused = attacked(careful, malicious, updates=5, summed_over=6, seed=1)
     assert not refused.cosines
     assert "takes no part" in refused.verdict[1]
@@ -116,7 +116,7 @@ def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytes
 @pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
 def test_honest_rounds_are_not_refused(private_head: bool, lonely: float) -> None:
     method = dataclasses.replace(METHOD, private_head=private_head)
-    careful = HardenedMethod(method, minimum_steps=6, refusal=RefusalLimits(lonely=lonely))
+    careful = HardenedMethod(method, minimum_steps=6, acceptance=AcceptanceLimits(lonely=lonely))
     run = train(picture_task(), careful, Federation(rounds=2))
     assert not any(round.refusals for round in run.rounds)
 
@@ -235,7 +235,7 @@ def test_update_noise_has_the_stated_size_and_clip() -> None:
 
 def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(caplog):
     """A careful client remembers a sketch of the last state, and how far it moved itself."""
-    task, method = picture_task(), HardenedMethod(METHOD, refusal=RefusalLimits(lonely=1.0))
+    task, method = picture_task(), HardenedMethod(METHOD, acceptance=AcceptanceLimits(lonely=1.0))
     run = train(task, method, Federation(rounds=2))
     assert [r.refusals for r in run.rounds] == [{}, {}]
     assert {name for name in run.private[0] if name.startswith("refusal.")} == {

@@ -210,7 +210,7 @@ def test_the_default_leaves_out_a_fifth_of_each_value_at_either_end_weighted_by_
     sent, vouched = dict.fromkeys(range(10), state), {client: 10 + client for client in range(10)}
     clipped, _ = screen(sent, state, updates, Federation(aggregator="clipped-mean"), round=1, registered=vouched)
     (joint,), _ = screen(sent, state, updates, Federation(), round=1, registered=vouched)
-    assert [part.client for part in joint.parts] == list(range(10))
+    assert [member.client for member in joint.members] == list(range(10))
     for name, base in state.items():
         products = np.sort(np.stack([one.n * (one.tensors[name] - base).numpy() for one in clipped]), axis=0)  # type: ignore[operator]
         wanted = products[2:8].mean(0) * 10 / sum(one.n for one in clipped)

@@ -7,7 +7,7 @@ from torch import nn
 
 from netweight.attacks.gradient_inversion.chains import imprint, read_imprint
 from netweight.errors import NameNotFound, UsageError
-from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, relative_change, signs_of
+from netweight.methods.federate.acceptance import AcceptanceLimits, reasons_to_decline, relative_change, signs_of
 from netweight.methods.federate.small_cnn import small_cnn
 from netweight.metrics.images import psnr
 from netweight.nn.hypernetwork import Hypernetwork, ParameterLayout
@@ -40,7 +40,7 @@ def test_quiet_traps_pass_the_checks_and_still_give_images_away(world):
     calm["hypernetwork.heads.bias"].copy_(ParameterLayout.of(body).join(dict(body.named_parameters())).detach())
     sent = imprint(calm, body, public=public, images=8, quiet=0.3, seed=0)
     assert sent.traps == 38
-    assert refuse_abnormal(sent.state, body=body, embedding=embedding, images=private) == []
+    assert reasons_to_decline(sent.state, body=body, embedding=embedding, images=private) == []
     clean = {name.removeprefix("hypernetwork."): value for name, value in sent.state.items()}
     malicious = Hypernetwork(ParameterLayout.of(body).size, embedding=8, hidden=(16,))
     malicious.load_state_dict(clean)
@@ -60,14 +60,13 @@ def test_settings_that_cannot_be_meant_are_refused(world):
 def test_honest_states_pass_and_imprints_are_refused(world):
     body, head, network, embedding, public, private = world
     received = named(network)
-    assert refuse_abnormal(received, body=body, embedding=embedding) == []
+    assert reasons_to_decline(received, body=body, embedding=embedding) == []
     trained = train_client(network, body, head, embedding, private, torch.arange(8), steps=5).after
-    assert (
-        refuse_abnormal(trained, body=body, embedding=embedding, change=relative_change(trained, received, 1e3)) == []
-    )
+    change = relative_change(trained, received, 1e3)
+    assert reasons_to_decline(trained, body=body, embedding=embedding, change=change) == []
     for share in (1.0, 0.9):
         state = imprint(received, body, public=public, images=8, share=share, seed=0).state
-        reasons = refuse_abnormal(state, body=body, embedding=embedding, images=private)
+        reasons = reasons_to_decline(state, body=body, embedding=embedding, images=private)
         assert any("kernels that copy" in reason for reason in reasons)
 
 
@@ -88,23 +87,23 @@ def test_traps_without_other_signs_are_found_with_the_images(world):
     trapped = signs_of(calm, body=body, embedding=embedding, images=private)
     assert honest["lonely"] < 0.25 < trapped["lonely"]
     assert honest["peaked"] == trapped["peaked"]
-    assert refuse_abnormal(calm, body=body, embedding=embedding) == []
-    assert len(refuse_abnormal(calm, body=body, embedding=embedding, images=private)) == 1
+    assert reasons_to_decline(calm, body=body, embedding=embedding) == []
+    assert len(reasons_to_decline(calm, body=body, embedding=embedding, images=private)) == 1
 
 
 def test_each_sign_can_refuse(world):
     body, _, network, embedding, _, _ = world
     received = named(network)
     nan = {**received, "hypernetwork.heads.bias": received["hypernetwork.heads.bias"] * torch.nan}
-    assert "NaN" in refuse_abnormal(nan, body=body, embedding=embedding)[0]
+    assert "NaN" in reasons_to_decline(nan, body=body, embedding=embedding)[0]
     twins = {**received, "hypernetwork.trunk.0.weight": received["hypernetwork.trunk.0.weight"][:1].expand(16, 8)}
-    assert "repeat" in refuse_abnormal(twins, body=body, embedding=embedding)[0]
+    assert "repeat" in reasons_to_decline(twins, body=body, embedding=embedding)[0]
     moved = {name: value + 1 for name, value in received.items()}
-    limits = RefusalLimits(peaked=1e9)
-    assert "changed more" in refuse_abnormal(
+    limits = AcceptanceLimits(peaked=1e9)
+    assert "changed more" in reasons_to_decline(
         moved, body=body, embedding=embedding, change=relative_change(moved, received, 1.0), limits=limits
     )[-1]  # fmt: skip
     with pytest.raises(NameNotFound):
-        refuse_abnormal({"x": torch.ones(1)}, body=body, embedding=embedding)
+        reasons_to_decline({"x": torch.ones(1)}, body=body, embedding=embedding)
     with pytest.raises(UsageError, match="embedding"):
-        refuse_abnormal(received, body=nn.Linear(2, 2), embedding=embedding)
+        reasons_to_decline(received, body=nn.Linear(2, 2), embedding=embedding)

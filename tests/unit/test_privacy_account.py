@@ -13,13 +13,13 @@ from torch import nn
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import ClientData, Federation, LocalTraining, Task, fedavg, train
+from netweight.methods.federate.acceptance import AcceptanceLimits
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, epsilon_of, guarantee, privacy_of
 from netweight.methods.federate.algorithms.direct import DirectMethod
 from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg, ppsgd
 from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
-from netweight.methods.federate.refusal import RefusalLimits
-from netweight.methods.federate.report import promises
+from netweight.methods.federate.report import guarantees
 from netweight.methods.federate.task_privacy import holders_of_examples, noise_for_task, task_guarantee
 
 opacus = pytest.importorskip("opacus")
@@ -106,7 +106,7 @@ def test_repeated_attempts_count(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = sum(done.attempts for done in run.rounds)
     assert attempts > 4
     assert sum(run.answers.values()) > sum(len(done.loss) for done in run.rounds)
-    (promise,) = promises(run, DELTA)
+    (promise,) = guarantees(run, DELTA)
     answers = max(run.answers.values())
     assert promise.answers == answers
     assert promise.epsilon == pytest.approx(by_hand([range(20)], method, {0: answers}))
@@ -189,13 +189,13 @@ def test_a_clients_epsilon_is_stated_for_replaced_data_and_for_a_change_left_out
 
 
 def test_a_refusal_that_depends_on_examples_has_no_epsilon() -> None:
-    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 4.0), refusal=RefusalLimits())
+    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 4.0), refusal=AcceptanceLimits())
     assert math.isinf(guarantee([privacy_of(method, 600)], 1e-5).epsilon)
     assert math.isfinite(guarantee([privacy_of(dataclasses.replace(method, refusal=None), 600)], 1e-5).epsilon)
 
 
 def test_a_method_without_noise_states_no_epsilon() -> None:
     run = train(small_task(), fedavg(TRAINING), Federation(rounds=1), workers=1)
-    assert promises(run, DELTA) == []
+    assert guarantees(run, DELTA) == []
     with pytest.raises(UsageError, match="no answer"):
         guarantee([], DELTA)

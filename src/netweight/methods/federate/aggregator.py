@@ -32,7 +32,7 @@ class AggregatorSettings(Settings):
         """Standard deviation of the noise that the server adds to the mean, as a multiple of the clipping norm."""
         return 0.0
 
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+    def updates_to_average(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the updates to average.
 
         Args:

@@ -15,7 +15,7 @@ from netweight.methods.federate.updates import LowRankUpdate, Tensors, Update
 AT_ONCE, OF_ALL = 2**20, 2**22
 
 
-def length_of(sent: Tensors, update: Update, norms: dict[int, float]) -> float:
+def norm_of_change(sent: Tensors, update: Update, norms: dict[int, float]) -> float:
     """Return the norm of an update's change; for a low-rank matrix an upper bound that needs no dense one."""
     # `norms` remembers those of tensors that were sent, by identity: they are large, and mostly the same for all.
     squares = 0.0
@@ -46,10 +46,10 @@ def shortened(update: Update, sent: Tensors, factor: float) -> Update:
 def joint_update(updates: Sequence[Update], tensors: Tensors) -> Update:
     """Return one update in place of several, which remembers whose it is."""
     own = tuple(replace(one, tensors={}) for one in updates)
-    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round, parts=own)
+    return Update(updates[0].client, sum(one.n for one in updates), tensors, updates[0].round, members=own)
 
 
-def changes(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Tensor) -> Tensor:
+def changes_of_rows(base: Tensor, name: str, updates: Sequence[Update], rows: slice | Tensor) -> Tensor:
     """Return some rows of every client's change of a tensor, flat: shape `(clients, values)`."""
     own = as_matrix(base)[rows]
     parts = []
@@ -83,6 +83,6 @@ def inner_products(state: Tensors, updates: Sequence[Update]) -> Tensor:
     for name, base in state.items():
         if base.is_floating_point() and base.numel():
             for rows in row_blocks(as_matrix(base), len(updates)):
-                rows_of_clients = changes(base, name, updates, rows).double()
+                rows_of_clients = changes_of_rows(base, name, updates, rows).double()
                 total += (rows_of_clients @ rows_of_clients.T).cpu()
     return total

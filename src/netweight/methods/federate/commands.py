@@ -31,7 +31,7 @@ from netweight.methods.federate.plan import (
     FolderFederation,
 )
 from netweight.methods.federate.reconstruction import Search
-from netweight.methods.federate.report import add_sections, promises, rounds_section
+from netweight.methods.federate.report import add_sections, guarantees, rounds_section
 from netweight.methods.federate.threats import ThreatModel
 from netweight.registry import Context, Result, Rows, shell_line
 from netweight.report.finding import Table
@@ -183,8 +183,8 @@ def _result(
     exposures = attack_run(run, config, seed=seed, progress=context.progress) if config else []
     report = Report(title, command=context.command, seeds=(run.seed,))
     add_sections(report, run, exposures, seed=seed, delta=delta)
-    privacy = promises(run, delta)
-    lines += [str(promise) for promise in privacy]
+    privacy = guarantees(run, delta)
+    lines += [str(guarantee) for guarantee in privacy]
     if config is not None:
         lines += _exposures(exposure_table(exposures))
     warnings = [] if config else ["No audit was run: it is not known what the server could have reconstructed."]
@@ -195,7 +195,7 @@ def _result(
             **about,
             "rounds": [round.to_json() for round in run.rounds],
             "audited": config is not None,
-            "privacy": [promise.to_json() for promise in privacy],
+            "privacy": [guarantee.to_json() for guarantee in privacy],
         },
     )  # fmt: skip
 

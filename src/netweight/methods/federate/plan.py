@@ -326,9 +326,9 @@ class FederationPlan(_Request):
         Args:
             task: The task that the method is to train, since noise depends on who holds which examples.
         """
+        from netweight.methods.federate.acceptance import AcceptanceLimits
         from netweight.methods.federate.lies import Lying
         from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
-        from netweight.methods.federate.refusal import RefusalLimits
 
         if self.method == "fedbn":
             from netweight.methods.federate.algorithms.fedbn import normalization_layers
@@ -360,7 +360,7 @@ class FederationPlan(_Request):
         if self.noise or self.refuse or self.minimum_steps > 1:
             # A clip beside a private method is refused, so that here it is that of the update.
             added = UpdateNoise(self.clip or _UPDATE_CLIP, self.noise) if self.noise else None
-            method = HardenedMethod(method, added, self.minimum_steps, RefusalLimits() if self.refuse else None)
+            method = HardenedMethod(method, added, self.minimum_steps, AcceptanceLimits() if self.refuse else None)
         if self.lie is None:
             return method
         # Rules that shorten or sort leave nothing to gain from length; the others allow nearly `most_norm`.

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from netweight.core import seeds
 from netweight.errors import UsageError
+from netweight.methods.federate.acceptance import AcceptanceLimits, reasons_to_decline, relative_change
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, privacy_of
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.local import steps_per_epoch
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, LocalResult, MethodWrapper, prefixed, without
-from netweight.methods.federate.refusal import RefusalLimits, refuse_abnormal, relative_change
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update, dense_tensors
 
 _LOG = logging.getLogger(__name__)
-# The prefix of the tensors of the last round that a client with the option to refuse keeps.
+# The prefix of the tensors of the last round that a client with the option to decline keeps.
 _MEMORY = "refusal."
 
 
@@ -64,7 +64,7 @@ class HardenedMethod(MethodWrapper):
     """Noise that clients add to their finished updates; None for none."""
     minimum_steps: int = 1
     """Fewest local steps that a client agrees to."""
-    refusal: RefusalLimits | None = None
+    acceptance: AcceptanceLimits | None = None
     """Limits of a hypernetwork that a client accepts; None to accept everything."""
 
     @property
@@ -88,7 +88,7 @@ class HardenedMethod(MethodWrapper):
         if not willing:
             return []
         trained = self.method.train(task, model, willing, round=round, seed=seed)
-        if self.refusal is not None:
+        if self.acceptance is not None:
             trained = [_remembering(one, client, round, seed) for one, client in zip(trained, willing, strict=True)]
         if self.noise is None:
             return trained
@@ -101,8 +101,8 @@ class HardenedMethod(MethodWrapper):
         """Return what is known of the noise in one answer of a client with `n` examples."""
         if self.noise is None or not self.noise.multiplier:
             return privacy_of(self.method, n)
-        # The images of a client decide by `RefusalLimits.lonely` whether it takes part, and nothing hides that.
-        reasons = () if self.refusal is None else ("whether a client refuses to take part depends on its examples",)
+        # The images of a client decide by `AcceptanceLimits.lonely` whether it takes part, and nothing hides that.
+        reasons = () if self.acceptance is None else ("whether a client declines to take part depends on its examples",)
         return AnswerPrivacy((Release("client", self.noise.multiplier, 1.0, 1),), "all examples", reasons)
 
     def _agrees(self, task: Task, client: Client, round: int) -> bool:
@@ -119,16 +119,16 @@ class HardenedMethod(MethodWrapper):
         return [f"{steps} local steps are fewer than {self.minimum_steps}"] if steps < self.minimum_steps else []
 
     def _strange(self, task: Task, client: Client, round: int) -> list[str]:
-        if self.refusal is None or "embedding" not in client.private:
+        if self.acceptance is None or "embedding" not in client.private:
             return []
         images = task.client(client.number).train[0][: self.training.batch_size]
-        return refuse_abnormal(
+        return reasons_to_decline(
             rows_of_body(client.message, task.body_layout.size),
             body=task.body,
             embedding=client.private["embedding"],
             images=images,
             change=_change_since(client, round),
-            limits=self.refusal,
+            limits=self.acceptance,
         )
 
 

@@ -21,16 +21,17 @@ from netweight.core.progress import Progress
 from netweight.data.images import NAMES
 from netweight.errors import UsageError
 from netweight.job import Job
+from netweight.methods.federate.acceptance import AcceptanceLimits
 from netweight.methods.federate.catalog import entry_of
 from netweight.methods.federate.checkpoint import CHECKPOINT
-from netweight.methods.federate.engine import Run, finished, train
+from netweight.methods.federate.engine import Run, train
 from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, exposure
 from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
+from netweight.methods.federate.finished import open_run
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.plan import FederationPlan, FolderFederation
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 from netweight.methods.federate.reconstruction import Search
-from netweight.methods.federate.refusal import RefusalLimits
 from netweight.methods.federate.threats import ThreatModel, own_threat
 from netweight.registry import Target
 from netweight.report.finding import Figure, Finding, Section, Table
@@ -62,13 +63,6 @@ class ServerAttack(Settings):
     search_steps: int = Field(1200, ge=1, description="Steps of the search for a whole batch.")
 
 
-def trained(folder: Path) -> Run:
-    """Open a finished federation; nothing of it is written."""
-    plan = FederationPlan.load(folder)
-    task = plan.task()
-    return finished(task, plan.make_method(task), plan, folder=folder)
-
-
 def _beside(folder: Path, method: str, work: Path, progress: Progress) -> Run:
     """Another method, trained on the same data with the same settings; the next call continues it."""
     plan = FederationPlan.load(folder).replace(method=method)
@@ -78,7 +72,7 @@ def _beside(folder: Path, method: str, work: Path, progress: Progress) -> Run:
 
 
 def attack(target: Target, settings: ServerAttack, progress: Progress) -> Section:
-    run, seed = trained(target.model), target.seed
+    run, seed = open_run(target.model), target.seed
     name = run.method.name
     runs = {name: run}
     if settings.beside is not None:
@@ -94,7 +88,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
         summed = replace(step, summed_over=many)
         looks[f"{name}, in a secure sum"] = (run, summed, 1)
         if any(part.endswith("heads.weight") for part in run.state):
-            careful = replace(run, method=HardenedMethod(run.method, refusal=RefusalLimits()))
+            careful = replace(run, method=HardenedMethod(run.method, acceptance=AcceptanceLimits()))
             lies = replace(summed, server="thresholds")
             looks |= {lied: (run, lies, 1), f"{lied}, clients inspect it": (careful, lies, 1)}
     peeling = PeelingConfig(softening=settings.softening, rounds=settings.rounds)
@@ -207,7 +201,7 @@ def examine(
     audit: str, destination: Path, source: Path, settings: FolderFederation, progress: Progress
 ) -> tuple[Any, Any]:
     search = Search(matching=MatchingConfig(steps=settings.search_steps))
-    return trained(destination), AuditConfig((ThreatModel(first_round=True),), updates=settings.updates, search=search)
+    return open_run(destination), AuditConfig((ThreatModel(first_round=True),), updates=settings.updates, search=search)
 
 
 def check(source: Path | None, settings: FolderFederation) -> None:

@@ -52,7 +52,7 @@ def rounds_section(rounds: Sequence[Round], method: str, *, seed: int) -> Sectio
     )  # fmt: skip
 
 
-def promises(run: Run, delta: float) -> list[Guarantee]:
+def guarantees(run: Run, delta: float) -> list[Guarantee]:
     """Return the ε of all answers of the run together, for the example or client that they say most about.
 
     Args:
@@ -76,7 +76,7 @@ def _privacy(run: Run, delta: float) -> list[Section]:
             )],
             question=f"How much can all answers together reveal about one {one.unit}?", intro=f"{one}\n\n{_COVERS}",
         )
-        for one in promises(run, delta)
+        for one in guarantees(run, delta)
     ]  # fmt: skip
 
 

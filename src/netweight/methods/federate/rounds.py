@@ -70,7 +70,7 @@ class Transport(Protocol):
         """Send each client of `trial.messages` its tensors and return the updates that came back.
 
         A reply that cannot be used is an update with a `fault`; a secure sum is one update with the clients' own,
-        without tensors, in `parts`.
+        without tensors, in `members`.
         """
         ...
 
@@ -130,10 +130,10 @@ class Rounds:
         """Fail the run if some client failed in every round that asked it.
 
         A client fails if its program stops with an error, or if its update cannot be used. A client that protects
-        itself and abstains has not failed, and neither has one that sends nothing.
+        itself and declines has not failed, and neither has one that sends nothing.
 
         Args:
-            rehearsed: Clients whose lies are simulated. That their updates are refused is what the run is to show.
+            rehearsed: Clients whose lies are simulated. That their updates are rejected is what the run is to show.
 
         Raises:
             FederationStopped: Such a client is part of no round, so that the result is not what was asked for.
@@ -169,7 +169,7 @@ class Rounds:
         raise FederationStopped(
             f"Round {number} had fewer than {self.settings.min_clients} valid updates in "
             f"{self.settings.retries + 1} attempts{where}.",
-            cure="The log names the clients that were refused, with reasons. The same command resumes the run.",
+            cure="The log names the clients that were rejected, with reasons. The same command resumes the run.",
         )
 
     def select(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> Trial:
@@ -207,57 +207,57 @@ class Rounds:
         Returns:
             False, with the state as it was, if there are fewer valid updates than the settings ask for.
         """
-        sound, refused = self.validate(trial, updates)
-        for client, why in sorted(refused.items()):
+        sound, left_out = self.validate(trial, updates)
+        for client, why in sorted(left_out.items()):
             _LOG.warning("Round %d, attempt %d: client %d left out: %s.", trial.round, trial.attempt + 1, client, why)
-        own = [part for update in sound for part in update.parts or (update,)]
+        own = [member for update in sound for member in update.members or (update,)]
         if len(own) < self.settings.min_clients:
             return False
         suspects = self.aggregate(trial, sound)
         for client, why in sorted(suspects.items()):
             _LOG.warning("Round %d: client %d is suspicious: %s.", trial.round, client, why)
-        errors = {update.client for update in updates if _failed(update, refused)}
-        self.record(trial, own, refused, suspects, sorted(errors))
+        errors = {update.client for update in updates if _failed(update, left_out)}
+        self.record(trial, own, left_out, suspects, sorted(errors))
         return True
 
     def validate(self, trial: Trial, updates: Sequence[Update]) -> tuple[list[Update], dict[int, str]]:
-        """Sort updates into those that may be aggregated and those that are refused.
+        """Sort updates into those that may be aggregated and those that are rejected.
 
         Returns:
             Sound updates, or sound secure sums, and client → why it was left out.
         """
         faults = {update.client: update.fault.reason for update in updates if update.fault}
-        sums = [update for update in updates if update.parts]
+        sums = [update for update in updates if update.members]
         if sums:
-            said = {part.client for update in sums for part in update.parts}
+            said = {member.client for update in sums for member in update.members}
             missing = {client: "is not in the sum" for client in trial.messages if client not in said}
             return sums, {**missing, **trial.absent, **faults}
-        sound, refused = validate_updates(trial.messages, [one for one in updates if not one.fault], round=trial.round)
-        refused = {**refused, **trial.absent, **faults}
-        return [one for one in sound if one.client not in refused], refused
+        sound, rejected = validate_updates(trial.messages, [one for one in updates if not one.fault], round=trial.round)
+        left_out = {**rejected, **trial.absent, **faults}
+        return [one for one in sound if one.client not in left_out], left_out
 
     def aggregate(self, trial: Trial, sound: Sequence[Update]) -> dict[int, str]:
-        """Bound and join valid updates into the next state; return client → what is odd about its update."""
-        summed = any(update.parts for update in sound)
-        joined, suspects = list(sound), dict[int, str]()
+        """Bound, choose and average valid updates into the next state; return client → what is odd about its update."""
+        summed = any(update.members for update in sound)
+        averaged, suspects = list(sound), dict[int, str]()
         if not summed or len(sound) > 1:
             registered = None if summed else self.registered
-            joined, suspects = screen(
+            averaged, suspects = screen(
                 trial.messages, self.state, sound, self.settings, round=trial.round, registered=registered
             )
         # The groups change, so a client that is in many suspicious sums is the suspicious one.
         if summed:
             odd = [update for update in sound if update.client in suspects]
             suspects = {
-                part.client: f"is in a suspicious sum ({suspects[update.client]})"
+                member.client: f"is in a suspicious sum ({suspects[update.client]})"
                 for update in odd
-                for part in update.parts
+                for member in update.members
             }
-        self.state = self.method.aggregate(self.state, joined)
+        self.state = self.method.aggregate(self.state, averaged)
         return suspects
 
     def record(
-        self, trial: Trial, own: Sequence[Update], refused: Mapping[int, str], suspects: Mapping[int, str],
+        self, trial: Trial, own: Sequence[Update], left_out: Mapping[int, str], suspects: Mapping[int, str],
         errors: Sequence[int],
     ) -> None:  # fmt: skip
         """Add a finished round to the history.
@@ -265,7 +265,7 @@ class Rounds:
         Args:
             trial: The attempt that succeeded.
             own: One update for each client that took part, for its metrics.
-            refused: Client → why it was left out.
+            left_out: Client → why it was left out.
             suspects: Client → what is odd about its update.
             errors: Clients whose program or node failed, or whose update could not be used.
         """
@@ -274,7 +274,7 @@ class Rounds:
             for kind in ("before", "after", "loss", "epsilon")
         }
         done = Round(
-            trial.round, trial.clients, **metrics, seconds=time.monotonic() - trial.start_time, refusals=refused,
+            trial.round, trial.clients, **metrics, seconds=time.monotonic() - trial.start_time, refusals=left_out,
             attempts=trial.attempt + 1, suspects=suspects, errors=tuple(errors), answers=dict(self.attempt_answers),
         )  # fmt: skip
         self.attempt_answers.clear()
@@ -283,8 +283,8 @@ class Rounds:
         _LOG.info("Round %d: %d of %d clients; %s", done.round, len(own), len(done.clients), means)
 
 
-def _failed(update: Update, refused: Container[int]) -> bool:
+def _failed(update: Update, left_out: Container[int]) -> bool:
     """Return whether a reply counts as a failure of its client, and not as a decision of the client or the server."""
     if update.fault is None:
-        return update.client in refused
+        return update.client in left_out
     return update.fault.kind == "error"

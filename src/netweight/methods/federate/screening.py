@@ -21,9 +21,9 @@ from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.changes import (
     OF_ALL,
     as_matrix,
-    changes,
+    changes_of_rows,
     joint_update,
-    length_of,
+    norm_of_change,
     rows_at_once,
     shortened,
 )
@@ -72,7 +72,7 @@ def screen(
         sound = [one for one in bounded if not suspects[one.client]]
         bounded = sound if 2 * len(sound) >= len(bounded) else bounded
     # Where each client is sent something else, its values are not those of others: the bounded updates are averaged.
-    joined = aggregator.join(state, bounded) if alike else bounded
+    joined = aggregator.updates_to_average(state, bounded) if alike else bounded
     return joined, {client: "; ".join(whys) for client, whys in suspects.items() if whys}
 
 
@@ -104,7 +104,7 @@ def _bounded(
 ) -> tuple[list[Update], float]:
     """Return the updates with weight times length bounded by the round's median, and that bound."""
     norms: dict[int, float] = {}
-    products = [one.n * length_of(sent[one.client], one, norms) for one in updates]
+    products = [one.n * norm_of_change(sent[one.client], one, norms) for one in updates]
     usual = median(products)
     longest = usual if settings.aggregator.bounds_to_median else usual * settings.most_norm
     bounded = []
@@ -168,7 +168,7 @@ def _sampled_gram(base: Tensor, name: str, updates: Sequence[Update]) -> Tensor:
     rows = slice(None) if len(matrix) <= most else torch.randperm(
         len(matrix), generator=torch.Generator().manual_seed(secrets.randbits(62))
     )[:most]  # fmt: skip
-    sample = changes(base, name, updates, rows).double()
+    sample = changes_of_rows(base, name, updates, rows).double()
     return (sample @ sample.T).cpu()
 
 

@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """An update of a matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
+    """A matrix that differs from the server's own by a factor and a low rank: `scale · W₀ − left · rightᵀ`."""
 
     # That is what local SGD makes of a linear layer whose input is one vector, exactly: each step adds one rank.
 
@@ -51,8 +51,8 @@ class Fault:
 
     reason: str
     """The reason, for logs and for the history of rounds."""
-    kind: Literal["left out", "abstention", "error"] = "left out"
-    """"abstention" if the client protects itself and does not take part, "error" if its program or its node failed or
+    kind: Literal["left out", "declined", "error"] = "left out"
+    """"declined" if the client protects itself and does not take part, "error" if its program or its node failed or
     its reply cannot be read, "left out" if it sent nothing, or if the server did not add it to a sum.
     """
 
@@ -74,7 +74,7 @@ class Update:
     """Figures that the client reports of its model: "before", "after", "loss", "epsilon", as far as it knows them."""
     fault: Fault | None = None
     """Why the reply cannot be used; None for one that can be validated."""
-    parts: tuple[Update, ...] = ()
+    members: tuple[Update, ...] = ()
     """Updates of the single clients, without tensors, if this is a secure sum or another joint update."""
 
 
@@ -109,7 +109,7 @@ def _matching(names: Sequence[str], shared: Sequence[str]) -> list[str]:
 def validate_updates(
     sent: Mapping[int, Tensors], updates: Sequence[Update], *, round: int
 ) -> tuple[list[Update], dict[int, str]]:
-    """Sort a round's updates into those that may be aggregated and those that are refused, each with the reason.
+    """Sort a round's updates into those that may be aggregated and those that are rejected, each with the reason.
 
     An update is sound if its client was asked, sent it alone and answers this round, and if it has at least one
     example and exactly the tensors that the client was sent: names, shapes and dtypes, all values finite. What a
@@ -125,20 +125,20 @@ def validate_updates(
         nothing included.
     """
     accepted: dict[int, Update] = {}
-    refused: dict[int, str] = {}
+    rejected: dict[int, str] = {}
     for update in sorted(updates, key=lambda update: update.client):
         client = update.client
         if client not in sent:
-            refused[client] = "was not asked in this round"
-        elif client in accepted or client in refused:
+            rejected[client] = "was not asked in this round"
+        elif client in accepted or client in rejected:
             accepted.pop(client, None)
-            refused[client] = "sent two updates in one round"
+            rejected[client] = "sent two updates in one round"
         elif (fault := fault_of(sent[client], update, round=round)) is not None:
-            refused[client] = fault
+            rejected[client] = fault
         else:
             accepted[client] = update
-    silent = {client: "sent nothing" for client in sent if client not in accepted and client not in refused}
-    return list(accepted.values()), {**refused, **silent}
+    silent = {client: "sent nothing" for client in sent if client not in accepted and client not in rejected}
+    return list(accepted.values()), {**rejected, **silent}
 
 
 def fault_of(sent: Tensors, update: Update, *, round: int) -> str | None:

@@ -36,10 +36,10 @@ from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, check_allow_list, to_wire
 from netweight.plugins.flower.secure_sum import masked_reply, under_masks
 from netweight.plugins.flower.strategy import (
-    ABSTENTION_CODE,
     ARRAYS,
+    DECLINED_CODE,
     REPORT,
-    Abstention,
+    Declined,
     Order,
     answer_record,
     chosen,
@@ -208,9 +208,9 @@ def client_app(
     def train(message: Message, context: Context) -> Message:
         try:
             return under_masks(message, context, train_once, masked=chosen(secure_sum, context))
-        except Abstention as abstention:
-            _LOG.warning("Client %d abstains: %s", client_number(context), abstention)
-            return Message(Error(ABSTENTION_CODE, str(abstention)), reply_to=message)
+        except Declined as reason:
+            _LOG.warning("Client %d declines: %s", client_number(context), reason)
+            return Message(Error(DECLINED_CODE, str(reason)), reply_to=message)
 
     def train_once(message: Message, context: Context) -> Message:
         place, number = chosen(folder, context), client_number(context)
@@ -310,7 +310,7 @@ class Answers:
         state = digest_config({name: digest_tensor(value.contiguous()) for name, value in sorted(sent.items())})
         again = sum(row.get("state") == state for row in self._rows)
         if sent and again > repeats:
-            raise Abstention(f"This client has answered the same state {again} times already.")
+            raise Declined(f"This client has answered the same state {again} times already.")
         self._next = {
             "state": state, "round": order.round, "releases": [vars(one) for one in about.releases],
             "sampling": about.sampling, "caveats": list(about.caveats), "federation": order.federation, "shape": shape,
@@ -318,14 +318,14 @@ class Answers:
         delta = Budget.model_fields["delta"].default if budget is None else budget.delta
         spent = guarantee([*self._answered(), about], delta)
         if budget is not None and spent.caveats:
-            raise Abstention(
+            raise Declined(
                 f"This client has a privacy budget, but no ε can be stated for its answers: "
                 f"{'; '.join(spent.caveats)}.",
                 cure="Use dp-fedavg or noise on updates (`UpdateNoise`), and a folder whose account has such answers "
                 "alone; an update that was sent cannot be recalled.",
             )
         if budget is not None and spent.epsilon > budget.epsilon:
-            raise Abstention(
+            raise Declined(
                 f"Another answer of this client would spend ε {spent.epsilon:.4g} for one "
                 f"{spent.unit} ({spent.adjacency}); the budget is {budget.epsilon:g} at δ {delta:g}."
             )
@@ -380,7 +380,7 @@ def _trained(
         metrics["before"] = model.accuracy(before.body, before.head, test, before.statistics)
     trainings = method.train(task, model, [client], round=order.round, seed=seed)
     if not trainings:
-        raise Abstention(
+        raise Declined(
             f"Client {client.number} does not take part in round {order.round}; its own log states the reason."
         )
     (trained,) = trainings

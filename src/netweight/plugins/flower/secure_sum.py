@@ -338,7 +338,7 @@ def _joined(
         Update(client, result.num_examples, {}, round, known_metrics(result.metrics))
         for client, result in sorted(results.items())
     )
-    joint = Update(min(results), sum(one.n for one in own), tensors, round, parts=own)
+    joint = Update(min(results), sum(one.n for one in own), tensors, round, members=own)
     if (fault := fault_of(state, joint, round=round)) is not None:
         _LOG.warning("Round %d: the sum %s.", round, fault)
         return None

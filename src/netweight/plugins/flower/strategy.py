@@ -45,8 +45,8 @@ GRACE = 60.0
 # Names of the records of a message: tensors; what the server wants; what a client says of its update; accuracies.
 ARRAYS, ORDER, REPORT, METRICS = "arrays", "order", "report", "metrics"
 
-# Code of the error with which a client abstains from a round. Flower numbers its own errors from 0.
-ABSTENTION_CODE = 1000
+# Code of the error with which a client declines a round. Flower numbers its own errors from 0.
+DECLINED_CODE = 1000
 
 
 def chosen(value: _T | Callable[[Context], _T], context: Context) -> _T:
@@ -116,16 +116,16 @@ def answer_record(update: Update, wire: Tensors) -> RecordDict:
     return RecordDict({ARRAYS: to_record(wire), REPORT: report, METRICS: MetricRecord(dict(update.metrics))})
 
 
-class Abstention(UsageError):
+class Declined(UsageError):
     """A client protects itself and does not take part in a round."""
 
 
 def fault_of_error(reply: Message) -> Fault:
-    """Return the fault of a reply that is an error: an abstention is known by its code, not by its words."""
+    """Return the fault of a reply that is an error: a client that declined is known by its code, not by its words."""
     lines = (reply.error.reason or "no reason given").strip().splitlines()
     reason = lines[-1][:300] if lines else ""
-    if reply.error.code == ABSTENTION_CODE:
-        return Fault(f"abstained: {reason}", "abstention")
+    if reply.error.code == DECLINED_CODE:
+        return Fault(f"declined: {reason}", "declined")
     return Fault(f"answered with error {reply.error.code}: {reason}", "error")
 
 

@@ -40,7 +40,7 @@ class BoundedMean(AggregatorSettings):
 
     bounds_to_median = True
 
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+    def updates_to_average(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the mean of each value without a fifth of the clients at either end.
 
         Args:
@@ -64,7 +64,7 @@ class BoundedMean(AggregatorSettings):
             weights = torch.tensor([update.n for update in updates]).to(base)[:, None]
             for rows in changes.row_blocks(matrix, len(updates)):
                 # What acts on a mean is a change times its weight, so that product is what has extremes.
-                ordered = (changes.changes(base, name, updates, rows) * weights).sort(dim=0).values
+                ordered = (changes.changes_of_rows(base, name, updates, rows) * weights).sort(dim=0).values
                 middle = ordered[cut : len(updates) - cut]
                 matrix[rows] += (middle.mean(0) * (len(updates) / total)).view_as(matrix[rows])
         return [changes.joint_update(updates, joint)]

@@ -26,7 +26,7 @@ class Krum(AggregatorSettings):
 
     liars: int = Field(1, ge=1, description="Number of malicious clients that are expected.")
 
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+    def updates_to_average(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the updates with the least sums of squared distances to their nearest neighbors.
 
         Args:

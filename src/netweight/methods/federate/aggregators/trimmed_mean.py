@@ -30,7 +30,7 @@ class TrimmedMean(AggregatorSettings):
         description="Number of malicious clients that are expected. This many values are left out at either end.",
     )
 
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+    def updates_to_average(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the mean of each value without its extremes.
 
         Args:
@@ -45,7 +45,7 @@ class CoordinateMedian(AggregatorSettings):
 
     compares_values = True
 
-    def join(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
+    def updates_to_average(self, state: Tensors, updates: Sequence[Update]) -> list[Update]:
         """Return the median of each value.
 
         Args:
@@ -71,6 +71,6 @@ def _by_coordinate(state: Tensors, updates: Sequence[Update], rule: Callable[[Te
         if base.numel():
             matrix = changes.as_matrix(made[name])
             for rows in changes.row_blocks(matrix, len(updates)):
-                ordered = changes.changes(base, name, updates, rows).T.sort(dim=1).values
+                ordered = changes.changes_of_rows(base, name, updates, rows).T.sort(dim=1).values
                 matrix[rows] += rule(ordered).view_as(matrix[rows])
     return [changes.joint_update(updates, made)]

@@ -91,7 +91,7 @@ class Scaffold(MethodWrapper):
 
     def aggregate(self, state: Tensors, updates: Sequence[Update]) -> dict[str, Tensor]:
         """Return the averaged model, and the control variate moved by the share of clients that took part."""
-        mean, clients = aggregate(state, updates), sum(len(update.parts) or 1 for update in updates)
+        mean, clients = aggregate(state, updates), sum(len(update.members) or 1 for update in updates)
         share = clients / int(state[_CLIENTS])
         return {n: torch.lerp(state[n], v, share) if n.startswith(_CONTROL) else v for n, v in mean.items()}
 

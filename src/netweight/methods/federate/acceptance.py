@@ -1,4 +1,4 @@
-"""Refusal of hypernetworks that look as if they were made to read images out of clients' updates.
+"""What a client accepts: it declines hypernetworks that look as if they were made to read images out of updates.
 
 What the signs are, what they stop and what passes: docs/gradient-inversion-results.md.
 """
@@ -21,7 +21,7 @@ from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
 @final
 @dataclass(frozen=True)
-class RefusalLimits:
+class AcceptanceLimits:
     """The most that a client accepts; the defaults leave room above every state of the honest federations measured."""
 
     peaked: float = 12.0
@@ -44,11 +44,11 @@ _WORDS = {
 }
 
 
-def refuse_abnormal(
+def reasons_to_decline(
     received: Tensors, *, body: nn.Module, embedding: Tensor, images: Tensor | None = None,
-    change: float | None = None, limits: RefusalLimits | None = None,
+    change: float | None = None, limits: AcceptanceLimits | None = None,
 ) -> list[str]:  # fmt: skip
-    """Return the reasons to refuse a hypernetwork; an empty list when it looks like a trained one.
+    """Return the reasons to decline a hypernetwork; an empty list when it looks like a trained one.
 
     Args:
         received: The shared tensors by name, under any prefix, with heads that generate the body alone.
@@ -62,7 +62,7 @@ def refuse_abnormal(
         NameNotFound: The tensors are not those of a hypernetwork.
         UsageError: Shapes do not fit.
     """
-    limits = limits or RefusalLimits()
+    limits = limits or AcceptanceLimits()
     bad = [name for name, tensor in received.items() if not tensor.isfinite().all()]
     if bad:
         return [f"{name!r} contains NaN or infinity" for name in bad]
@@ -82,7 +82,7 @@ def signs_of(
 ) -> dict[str, float | None]:  # fmt: skip
     """Measure a received hypernetwork by the names of the limits; None where nothing was given to measure it with.
 
-    Arguments as for `refuse_abnormal`.
+    Arguments as for `reasons_to_decline`.
     """
     layout = ParameterLayout.of(body)
     state = {name: value.to(embedding.dtype) for name, value in hypernetwork_tensors(received).items()}
