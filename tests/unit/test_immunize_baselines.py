@@ -31,9 +31,9 @@ def gradients(defense, model, batch, generator):
     """What a step gives every weight, and the terms of the loss by name."""
     model.zero_grad()
     terms = {}
-    for side in defense.sides(model, batch, generator):
-        sum(term.weight * term.value for term in side.values()).backward()
-        terms |= {name: term.value.item() for name, term in side.items()}
+    for group in defense.term_groups(model, batch, generator):
+        sum(term.weight * term.value for term in group.values()).backward()
+        terms |= {name: term.value.item() for name, term in group.items()}
     return [value.grad.clone() for value in model.parameters()], terms
 
 
@@ -68,9 +68,9 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
         for value in model.parameters():
             value.data.mul_(1.05)
         steering, harmless = (
-            {name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn())
+            {name: term for name, term in group.items()} for group in defense.term_groups(model, batch, drawn())
         )
-        general = defense.retain_side(model, collate([pair.harmless for pair in pairs], pad_id=0), batch.group)
+        general = defense.retained_terms(model, collate([pair.harmless for pair in pairs], pad_id=0), batch.group)
     direction = torch.rand(16, generator=torch_generator(9, "direction")).numpy()
     target = 2.0 * direction / np.sqrt((direction**2).sum())
     forget, kept = [], []
@@ -91,7 +91,7 @@ def test_rmu_steers_answers_to_one_direction_and_holds_the_rest():
     assert harmless["harmless"].weight == general["retained"].weight == 3.0
     assert general["retained"].value.item() == pytest.approx(np.mean(kept), rel=1e-4)
     with pytest.raises(Unsupported, match="rmu compares with the original model, which is kept only during"):
-        defense.retain_side(model, batch.harmless, batch.group)
+        defense.retained_terms(model, batch.harmless, batch.group)
 
 
 def test_rmu_refuses_a_block_that_is_not_there():
@@ -198,7 +198,7 @@ def test_circuit_breaking_turns_answers_away_and_holds_the_rest():
     with defense.preparation(model, seed=0):
         for number, value in enumerate(model.parameters()):
             value.data += torch.randn(value.shape, generator=drawn(number)) * value.std()
-        rerouting, harmless = defense.sides(model, batch, drawn())
+        rerouting, harmless = defense.term_groups(model, batch, drawn())
     alike, apart = [], []
     for pair in pairs:
         for answer in (pair.rejected, pair.chosen):
@@ -287,8 +287,10 @@ def test_self_destruction_is_its_formula_and_opposes_the_gradients():
     batch, kept = collate_pairs(pairs, pad_id=0), collate([pair.harmless for pair in some_pairs(5, seed=8)], pad_id=0)
     defense = SelfDestructionDefense(SelfDestruction(distance=1e-4))
     weights = list(model.parameters())
-    harmless, ascent = ({name: term for name, term in side.items()} for side in defense.sides(model, batch, drawn()))
-    terms = defense.retain_side(model, kept, batch.group)
+    harmless, ascent = (
+        {name: term for name, term in group.items()} for group in defense.term_groups(model, batch, drawn())
+    )
+    terms = defense.retained_terms(model, kept, batch.group)
     found = torch.autograd.grad(terms["cosine"].value, weights, retain_graph=True)
     slopes = [
         torch.autograd.grad(loss_of_rows(model, rows), weights, create_graph=True) for rows in (kept, batch.harmful)

@@ -200,7 +200,7 @@ def test_nan_stops_with_the_last_good_checkpoint(tmp_path):
     class Bursting(Defense):
         name = "bursting"
 
-        def sides(self, model, batch, generator):
+        def term_groups(self, model, batch, generator):
             self.calls.append(1)
             loss = response_loss(model, batch.harmless)
             yield {"harmless": Term(loss * (math.nan if len(self.calls) == 8 else 1))}
@@ -324,7 +324,7 @@ def test_a_vaccine_adds_the_worst_small_shift():
         loss = response_loss(model, batch.harmless)
     grads = torch.autograd.grad(loss, [outputs[name] for name in names])
     slope = torch.stack([grad.norm() for grad in grads]).norm().item()
-    (side,) = VaccineDefense(Vaccine(rho=1e-5)).sides(model, batch, drawn())
+    (side,) = VaccineDefense(Vaccine(rho=1e-5)).term_groups(model, batch, drawn())
     rise = (side["harmless"].value - loss).detach().item()
     assert rise == pytest.approx(1e-5 * slope, rel=1e-3)
     assert not any(block._forward_hooks for name, block in model.named_modules() if name in names)
@@ -380,7 +380,7 @@ def test_a_bound_on_norms_opposes_the_growth_of_states():
     model, defense = decoder(layers=1), defense_of(RepNoise(norms=0.4))
     with capture(model, "model.layers.0") as states, defense.preparation(model, seed=derive(42, "prepare")):
         usual = states["model.layers.0"].norm(dim=-1).mean()
-        found = next(defense.sides(model, batch, drawn()))["norms"]
+        found = next(defense.term_groups(model, batch, drawn()))["norms"]
         lengths = states["model.layers.0"].norm(dim=-1)[rows.attention_mask.bool()]
     assert found.value.item() == pytest.approx(float((lengths / usual / 0.4 - 1).clamp(min=0).square().mean()))
 

@@ -181,7 +181,7 @@ class ImmunizeTrainer(Trainer):
             scale *= float(scaler.scale(torch.ones((), device=self.args.device)))
         with self.compute_loss_context_manager(), _reducing(network, measure or self.accelerator.sync_gradients, self):
             terms = add_gradients(
-                self._defense, network, batch, self._kept(len(batch.harmful.input_ids)), trained_weights(network),
+                self._defense, network, batch, self._retained(len(batch.harmful.input_ids)), trained_weights(network),
                 self._balance, draws=(self.args.seed, self._update, *filter(None, [self._part])), measure=measure,
                 scale=scale,
             )  # fmt: skip
@@ -205,8 +205,8 @@ class ImmunizeTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Compute the defense's loss on a batch of `PairCollator`, as evaluation does."""
-        sides = self._defense.sides(model, self._batch(inputs), torch_generator(self.args.seed, "evaluation"))
-        terms = {name: term for side in sides for name, term in side.items()}
+        groups = self._defense.term_groups(model, self._batch(inputs), torch_generator(self.args.seed, "evaluation"))
+        terms = {name: term for group in groups for name, term in group.items()}
         weights = {n: self._balance.get(n, term.weight) if term.share else term.weight for n, term in terms.items()}
         total = torch.stack([weights[name] * term.value for name, term in terms.items()]).sum()
         return (total, {name: term.value for name, term in terms.items()}) if return_outputs else total
@@ -222,7 +222,7 @@ class ImmunizeTrainer(Trainer):
         balance: dict[str, float] = state.stateful_callbacks.setdefault("netweight.balance", {})
         return balance
 
-    def _kept(self, rows: int) -> Batch | None:
+    def _retained(self, rows: int) -> Batch | None:
         """Return the retained rows, as many as there are pairs."""
         if not self._retain:
             return None

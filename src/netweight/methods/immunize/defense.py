@@ -1,6 +1,6 @@
 """Base class of defenses: settings, and terms of a loss on pairs of answers.
 
-A defense yields its loss side by side, a side being terms whose graphs may be shared and that go backward together.
+A defense yields its loss as groups of terms: the graphs of a group may be shared, and it goes backward together.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Term:
     weight: float = 1.0
     """Factor of the value; negative for a value that must grow."""
     share: float | None = None
-    """If given, the weight is chosen such that the norm of this term's gradient is that of the side's other terms times
+    """If given, the weight is chosen such that the norm of this term's gradient is that of the other terms times
     this number, and `weight` is not used."""
 
 
-Side = Mapping[str, Term]
+TermGroup = Mapping[str, Term]
 """Terms by name whose graphs may be shared and that go backward together."""
 
 
@@ -65,7 +65,7 @@ class Defense(Generic[S]):
     """True if there is anything to train; if not, `preparation` does all the work."""
     looks_ahead = False
     """True if computing the loss takes gradients itself."""
-    needs_kept = False
+    needs_retained = False
     """True if rows of abilities to keep are required."""
 
     def __init__(self, settings: S) -> None:
@@ -81,10 +81,12 @@ class Defense(Generic[S]):
         """Check the model and make it ready; it is trained within the block, and left as a user wants it after."""
         yield
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        """Compute the loss of a batch, each side when it is asked for, after the one before went backward."""
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
+        """Compute the loss of a batch, each group when it is asked for, after the one before went backward."""
         raise NotImplementedError
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
-        """Compute the loss of what is kept besides: by default the cross-entropy of the answers."""
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
+        """Compute the loss of retained rows: by default the cross-entropy of the answers."""
         return {name: Term(losses.response_loss(model, batch, group))}

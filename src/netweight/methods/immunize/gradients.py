@@ -1,4 +1,4 @@
-"""Gradients of a defense's terms: they go backward side by side, are measured, and are balanced against each other."""
+"""Gradients of a defense's terms, which go backward group by group, are measured and balanced against each other."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Batch
 from netweight.errors import UsageError
-from netweight.methods.immunize.defense import Defense, Side
+from netweight.methods.immunize.defense import Defense, TermGroup
 from netweight.methods.immunize.distributed import (
     ALONE,
     ProcessGroup,
@@ -42,40 +42,41 @@ def add_gradients(
     defense: Defense[Any],
     model: nn.Module,
     batch: PairBatch,
-    kept: Batch | None,
+    retained: Batch | None,
     parameters: Sequence[nn.Parameter],
-    weights: MutableMapping[str, float],
+    balance: MutableMapping[str, float],
     *,
     draws: tuple[int, ...],
     measure: bool,
     scale: float = 1.0,
     then: Callable[[], None] = lambda: None,
 ) -> dict[str, TermLog]:
-    """Add to `grad` what a batch and what is kept besides give: the part of a step that all ways of training share."""
-    # Sides go forward and backward one after the other: before the next one is computed, the graph of the last one is
-    # gone. `then` is done after each. `draws`, a seed and the number of the step, decides on noise and dropout.
+    """Add to `grad` what a batch and retained rows give: the part of a step that all ways of training share."""
+    # Groups of terms go forward and backward one after the other: before the next one is computed, the graph of the
+    # last one is gone. `then` is done after each. `draws`, a seed and the number of the step, decides on noise and
+    # dropout. `balance`: term → the weight that balances it, which is updated.
 
-    if kept is None and defense.needs_kept:
+    if retained is None and defense.needs_retained:
         raise UsageError(
             f"{defense.name} needs rows of answers that the model should keep, and none were given.",
             cure="Give rows to keep (--retain).",
         )
 
-    def sides() -> Iterator[Side]:
-        yield from defense.sides(model, batch, torch_generator(draws[0], "noise", *draws[1:]))
-        if kept is not None:
-            yield defense.retain_side(model, kept, batch.group)
+    def groups() -> Iterator[TermGroup]:
+        yield from defense.term_groups(model, batch, torch_generator(draws[0], "noise", *draws[1:]))
+        if retained is not None:
+            yield defense.retained_terms(model, retained, batch.group)
 
-    terms: dict[str, TermLog] = {}
-    with same_draws_after(parameters), closing(sides()) as all_sides:  # type: ignore[type-var]
+    logs: dict[str, TermLog] = {}
+    with same_draws_after(parameters), closing(groups()) as all_groups:  # type: ignore[type-var]
         # Other rows would be dropped out in another way.
         others = (batch.group.rank,) if batch.group.rank else ()
         torch.manual_seed(derive(draws[0], "dropout", *draws[1:], *others))
-        for side in all_sides:
-            terms |= backward(side, parameters, weights, measure=measure, group=batch.group, scale=scale)
-            del side
+        for terms in all_groups:
+            logs |= backward(terms, parameters, balance, measure=measure, group=batch.group, scale=scale)
+            del terms
             then()
-    return terms
+    return logs
 
 
 def same_draws_after(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
@@ -85,64 +86,64 @@ def same_draws_after(parameters: Iterable[Tensor]) -> AbstractContextManager[Non
 
 
 def backward(
-    side: Side,
+    terms: TermGroup,
     parameters: Sequence[nn.Parameter],
-    weights: MutableMapping[str, float],
+    balance: MutableMapping[str, float],
     *,
     measure: bool,
     group: ProcessGroup = ALONE,
     scale: float = 1.0,
 ) -> dict[str, TermLog]:
-    """Add the gradients of a side's terms, times `scale`, to `grad`; weights of balanced terms are kept."""
+    """Add a group's gradients, times `scale`, to `grad`; `balance` keeps the weights of balanced terms."""
     # Where processes share the batch, values and norms are those of the whole batch, and what is measured needs room
     # for one more gradient.
-    values = _values(side, group)
+    values = _values(terms, group)
     if scale != 1.0:
-        side = {name: replace(term, value=term.value * scale) for name, term in side.items()}
-    unknown = any(term.share is not None and name not in weights for name, term in side.items())
+        terms = {name: replace(term, value=term.value * scale) for name, term in terms.items()}
+    unknown = any(term.share is not None and name not in balance for name, term in terms.items())
     if measure or unknown:
-        logs = _one_by_one(side, values, parameters, weights, group)
+        logs = _one_by_one(terms, values, parameters, balance, group)
         return {name: replace(log, norm=log.norm and log.norm / scale) for name, log in logs.items()}
-    used = {name: term.weight if term.share is None else weights[name] for name, term in side.items()}
-    total = torch.stack([used[name] * term.value for name, term in side.items()]).sum()
+    used = {name: term.weight if term.share is None else balance[name] for name, term in terms.items()}
+    total = torch.stack([used[name] * term.value for name, term in terms.items()]).sum()
     total.backward()  # type: ignore[no-untyped-call]
     return {name: TermLog(value, used[name]) for name, value in values.items()}
 
 
 def _one_by_one(
-    side: Side,
+    terms: TermGroup,
     values: Mapping[str, float],
     parameters: Sequence[nn.Parameter],
-    weights: MutableMapping[str, float],
+    balance: MutableMapping[str, float],
     group: ProcessGroup,
 ) -> dict[str, TermLog]:
     logs: dict[str, TermLog] = {}
     pull = 0.0
-    for name, term in side.items():
+    for name, term in terms.items():
         if term.share is None:
             weighted = _norm(term.weight * term.value, parameters, group, keep=True)
             norm = weighted / abs(term.weight) if term.weight else 0.0
             logs[name] = TermLog(values[name], term.weight, norm)
             pull += weighted
-    for name, term in side.items():
+    for name, term in terms.items():
         if term.share is not None:
             norm = _norm(term.value, parameters, group, keep=False)
             weight = 0.0
             # Else there is nothing to balance by; the next step tries again.
             if 0 < norm < math.inf and pull < math.inf:
                 proposed = term.share * pull / norm
-                weight = weights[name] = min(proposed, weights.get(name, proposed))
+                weight = balance[name] = min(proposed, balance.get(name, proposed))
             (weight * term.value).backward(retain_graph=True)  # type: ignore[no-untyped-call]
             logs[name] = TermLog(values[name], weight, norm)
-    return {name: logs[name] for name in side}
+    return {name: logs[name] for name in terms}
 
 
-def _values(side: Side, group: ProcessGroup) -> dict[str, float]:
+def _values(terms: TermGroup, group: ProcessGroup) -> dict[str, float]:
     """The terms of the whole batch."""
-    values = [term.value.detach().item() for term in side.values()]
+    values = [term.value.detach().item() for term in terms.values()]
     if group.size > 1:
         values = group.mean(torch.tensor(values, dtype=torch.float64)).tolist()
-    return dict(zip(side, values, strict=True))
+    return dict(zip(terms, values, strict=True))
 
 
 def _norm(value: Tensor, parameters: Sequence[nn.Parameter], group: ProcessGroup, *, keep: bool) -> float:

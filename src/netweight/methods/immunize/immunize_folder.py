@@ -97,7 +97,7 @@ def immunize_folder(
     if unused := note_on_unused_template(tokenizer, [text.prompt for text in texts], chat=applied):
         note(unused)
     pairs = tokenized_pairs(texts, tokenizer, **how)
-    retained = [] if settings.retain is None else tokenized_examples(_kept(settings, texts, note), tokenizer, **how)
+    retained = [] if settings.retain is None else tokenized_examples(_retained(settings, texts, note), tokenizer, **how)
     sides = (each for pair in pairs for each in (pair.harmless, pair.harmful))
     check_tokens(network, tokenizer, (each.prompt + each.response for each in (*sides, *retained)))
     pad, why_not = padding_of(tokenizer), why_not_analyzed(len(pairs))
@@ -137,7 +137,7 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
     texts = _texts(settings, lambda text: None)
     _check_count(len(texts), settings)
     if settings.retain is not None:
-        _kept(settings, texts, lambda text: None)
+        _retained(settings, texts, lambda text: None)
 
 
 def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
@@ -155,20 +155,20 @@ def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:
     return pairs
 
 
-def _kept(settings: ImmunizeSettings, pairs: Sequence[TextPair], report: RowReport) -> list[TextExample]:
+def _retained(settings: ImmunizeSettings, pairs: Sequence[TextPair], report: RowReport) -> list[TextExample]:
     """Read the rows to keep; of preference data the harmless answers. None may be a harmful answer of the pairs."""
     rows = read_rows(settings.retain)
-    kept = text_examples(rows, pairs="chosen", **settings.reading(rows, report))
+    retained = text_examples(rows, pairs="chosen", **settings.reading(rows, report))
     harmful = {(visible_text(pair.prompt), visible_text(pair.rejected)) for pair in pairs}
-    both = [each for each in kept if (visible_text(each.prompt), visible_text(each.response)) in harmful]
+    both = [each for each in retained if (visible_text(each.prompt), visible_text(each.response)) in harmful]
     if both:
         raise UsageError(
-            f"{len(both)} of the {len(kept)} rows of --retain are harmful answers of --pairs, {both[0].where} of "
+            f"{len(both)} of the {len(retained)} rows of --retain are harmful answers of --pairs, {both[0].where} of "
             f"{rows.name} first. The defense would be trained both to keep and to remove them.",
             cure="Leave these rows out of --retain, or name the column of harmless answers with --columns "
             "response=NAME.",
         )
-    return kept
+    return retained
 
 
 def _check_count(pairs: int, settings: ImmunizeSettings) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
-from netweight.methods.immunize.defense import Defense, DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import Defense, DefenseSettings, Term, TermGroup
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,8 @@ class AdversarialLossDefense(Defense[AdversarialLoss]):
 
     name = "adversarial-loss"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         yield {"harmless": Term(losses.response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(losses.response_loss(model, batch.harmful, batch.group), -self.settings.alpha)}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import MovesWeights
 
 if TYPE_CHECKING:
@@ -49,8 +49,10 @@ class BoosterDefense(MovesWeights[Booster]):
 
     name = "booster"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
+        yield self.retained_terms(model, batch.harmless, batch.group, "harmless")
         weights = [value for value in model.parameters() if value.requires_grad]
         with drawing.same_draws_after(weights):
             loss = losses.response_loss(model, batch.harmful, batch.group)  # the same dropout as below

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
 from netweight.data.tokens import IGNORED, Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import WithOriginal
 
 if TYPE_CHECKING:
@@ -54,7 +54,9 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
 
     name = "circuit-breaking"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         places, answers = steps.blocks_at(model, 10, 20), batch.harmful.labels != IGNORED
         with hooks.capture(model, places, gradients=True) as states, hooks.capture(self.original, places) as originals:
             self.both(model, batch.harmful)
@@ -67,8 +69,8 @@ class CircuitBreakingDefense(WithOriginal[CircuitBreaking]):
         yield {
             "rerouting": Term(losses.mean_of_all(torch.stack(alike, -1).mean(-1), batch.group), self.settings.rerouting)
         }
-        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
+        yield self.retained_terms(model, batch.harmless, batch.group, "harmless")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
         """Return how far states moved at every depth."""
         return {name: Term(self.moved(model, batch, group)[1], self.settings.retention)}

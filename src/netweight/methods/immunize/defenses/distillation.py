@@ -11,7 +11,7 @@ from pydantic import Field
 from netweight.core.lazy import lazy_modules
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import WithOriginal
 
 if TYPE_CHECKING:
@@ -70,17 +70,19 @@ class DistillationDefense(WithOriginal[Distillation]):
                     value.data.lerp_(drawn.to(value) * std, self.settings.noise)
             yield
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
-        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
+        yield self.retained_terms(model, batch.harmless, batch.group, "harmless")
         rows = round(self.settings.random_rows * len(batch.harmless.input_ids))
         if rows:
             like = batch.harmless.input_ids
             drawn = torch.randint(
                 language_model.vocabulary_of(model) or 1, (rows, like.shape[1]), generator=generator
             ).to(like)
-            yield self.retain_side(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
+            yield self.retained_terms(model, Batch(drawn, torch.ones_like(drawn), drawn), batch.group, "random")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
         """Divergence from the original at every token."""
         target, output = (
             each.logits[losses.token_mask(batch)].float().log_softmax(-1) for each in self.both(model, batch)

@@ -6,7 +6,7 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, final
 
 from netweight.core.lazy import lazy_modules
-from netweight.methods.immunize.defense import Defense, DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import Defense, DefenseSettings, Term, TermGroup
 
 if TYPE_CHECKING:
     import torch
@@ -36,5 +36,7 @@ class GradientAscentDefense(Defense[GradientAscent]):
 
     name = "gradient-ascent"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         yield {"ascent": Term(losses.response_loss(model, batch.harmful, batch.group), -1.0)}

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
 from netweight.data.tokens import IGNORED, Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import LooksAhead
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class LatentAdversarialDefense(LooksAhead[LatentAdversarial]):
 
     name = "latent-adversarial"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         settings, group, prompts = self.settings, batch.group, batch.harmless
         inside = (prompts.attention_mask.bool() & (prompts.labels == IGNORED))[..., None]
         shape = (*inside.shape[:2], language_model.structure_of(model).hidden_size)

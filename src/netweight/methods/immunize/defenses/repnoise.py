@@ -12,7 +12,7 @@ from netweight.core.lazy import lazy_modules
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import Defense, DefenseSettings, Term, TermGroup
 
 if TYPE_CHECKING:
     import torch
@@ -121,25 +121,27 @@ class RepNoiseDefense(Defense[RepNoise]):
             self.usual = {name: states[name].float().norm(dim=-1).mean() for name in blocks}
         yield
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         settings = self.settings
         looked_at: Any = hooks.capture(model, list(self.usual), gradients=True) if self.usual else nullcontext()
         with looked_at as states:
             noise_term, ascent = harmful_terms(model, batch, settings, generator=generator)
-        side = {"ascent": Term(ascent, -settings.alpha)}
+        group = {"ascent": Term(ascent, -settings.alpha)}
         if settings.norms is not None and self.usual:
             lengths = [
                 states[name][losses.token_mask(batch.harmful)].float().norm(dim=-1) / usual
                 for name, usual in self.usual.items()
             ]
             over = (torch.stack(lengths, -1) / settings.norms - 1).relu().square().mean(-1)
-            side["norms"] = Term(losses.mean_of_all(over, batch.group))
+            group["norms"] = Term(losses.mean_of_all(over, batch.group))
         if settings.beta > 0:
             balanced = settings.fidelity == "corrected" and settings.alpha > 0
-            side["noise"] = Term(noise_term, settings.beta, settings.beta if balanced else None)
-        yield side
+            group["noise"] = Term(noise_term, settings.beta, settings.beta if balanced else None)
+        yield group
         # The graph is freed with these tensors.
-        del noise_term, ascent, side, states
+        del noise_term, ascent, group, states
         yield {"harmless": Term(harmless_term(model, batch, settings))}
 
 

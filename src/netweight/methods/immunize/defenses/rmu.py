@@ -13,7 +13,7 @@ from netweight.core.lazy import lazy_modules
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import UsageError
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import WithOriginal
 
 if TYPE_CHECKING:
@@ -75,16 +75,18 @@ class RMUDefense(WithOriginal[RMU]):
         with super().preparation(model, seed=seed):
             yield
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         with hooks.capture(model, [self.place], gradients=True) as outputs:
             model(input_ids=batch.harmful.input_ids, attention_mask=batch.harmful.attention_mask)
         states = outputs[self.place][batch.harmful.labels != IGNORED].float()
         yield {
             "steering": Term(losses.mean_of_all((states - self.direction.to(states)).square().mean(-1), batch.group))
         }
-        yield self.retain_side(model, batch.harmless, batch.group, "harmless")
+        yield self.retained_terms(model, batch.harmless, batch.group, "harmless")
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
         """Squared distance from the original's states at every token."""
         with (
             hooks.capture(model, [self.place], gradients=True) as states,

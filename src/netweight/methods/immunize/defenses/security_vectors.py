@@ -11,7 +11,7 @@ from pydantic import Field
 from netweight.core.lazy import lazy_modules
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.immunize.defense import Defense, DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import Defense, DefenseSettings, Term, TermGroup
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,9 @@ class SecurityVectorsDefense(Defense[SecurityVectors]):
             for vector_part in vectors:
                 vector_part.requires_grad_(False)
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         yield {"harmful": Term(losses.response_loss(model, batch.harmful, batch.group))}
 
 

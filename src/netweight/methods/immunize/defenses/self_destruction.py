@@ -9,7 +9,7 @@ from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
 from netweight.data.tokens import Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import MovesWeights
 from netweight.methods.immunize.defenses.repnoise import RepNoise, harmful_terms
 
@@ -57,14 +57,16 @@ class SelfDestructionDefense(MovesWeights[SelfDestruction]):
     ascent = RepNoise(beta=0.0)
 
     name = "self-destruction"
-    needs_kept = True
+    needs_retained = True
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         self._harmful = batch.harmful
         yield {"harmless": Term(losses.response_loss(model, batch.harmless, batch.group))}
         yield {"ascent": Term(harmful_terms(model, batch, self.ascent, generator=generator)[1], -1.0)}
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
         """Cross-entropy of the answers, and the cosine of its gradient with that of the step's harmful answers."""
         weights = [value for value in model.parameters() if value.requires_grad]
 
@@ -89,6 +91,6 @@ class SelfDestructionDefense(MovesWeights[SelfDestruction]):
         # A sum whose value is the cosine and whose gradient is what was measured.
         linear = torch.stack([(value * pull).sum() for value, pull in zip(weights, pulls, strict=True)]).sum()
         return {
-            **super().retain_side(model, batch, group, name),
+            **super().retained_terms(model, batch, group, name),
             "cosine": Term(linear - linear.detach() + alike, self.settings.coupling),
         }

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
 from netweight.data.tokens import IGNORED, Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import WithOriginal
 
 if TYPE_CHECKING:
@@ -58,9 +58,11 @@ class TARDefense(WithOriginal[TAR]):
     name = "tar"
     looks_ahead = True
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         settings, group = self.settings, batch.group
-        yield self.retain_side(model, batch.harmless, group, "harmless")
+        yield self.retained_terms(model, batch.harmless, group, "harmless")
         weights = [value for value in model.parameters() if value.requires_grad]
         drawn = (0.1, 1.0, 2.0)[int(torch.randint(3, (), generator=generator))]
         attack = torch.optim.AdamW(weights, lr=settings.attack_lr * drawn)
@@ -82,7 +84,7 @@ class TARDefense(WithOriginal[TAR]):
                     weight = settings.strength * math.exp((step - settings.attack_steps) / 16)
                     yield {"uncertainty": Term(self.uncertainty(model, others, group), -weight)}
 
-    def retain_side(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> Side:
+    def retained_terms(self, model: nn.Module, batch: Batch, group: ProcessGroup, name: str = "retained") -> TermGroup:
         """Cross-entropy of the answers, and how far states moved at every depth."""
         output, moved = self.moved(model, batch, group)
         return {

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from netweight.core.lazy import lazy_modules
 from netweight.data.tokens import Batch
-from netweight.methods.immunize.defense import DefenseSettings, Side, Term
+from netweight.methods.immunize.defense import DefenseSettings, Term, TermGroup
 from netweight.methods.immunize.defenses.bases import LooksAhead
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class VaccineDefense(LooksAhead[Vaccine]):
 
     name = "vaccine"
 
-    def sides(self, model: nn.Module, batch: PairBatch, generator: torch.Generator) -> Generator[Side, None, None]:
+    def term_groups(
+        self, model: nn.Module, batch: PairBatch, generator: torch.Generator
+    ) -> Generator[TermGroup, None, None]:
         parts, group = language_model.structure_of(model), batch.group
         blocks = list(parts.blocks)
 
