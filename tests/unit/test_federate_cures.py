@@ -12,7 +12,7 @@ import netweight
 from netweight.cli import netweight as program
 from netweight.errors import UsageError
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.folder import FederationPlan
+from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.protections import HardenedMethod
 
 SOURCES = Path(netweight.__file__).parent
