@@ -81,8 +81,8 @@ def test_a_training_checkpoint_says_what_was_only_copied(tmp_path):
     notes = " ".join(summary.notes())
     assert "optimizer.pt (40 kB)" in notes
     assert "The folder as a whole went from" in notes
-    assert summary.folder_nbytes - summary.nbytes == sum(summary.copied.values()) > 42_000
-    assert next(iter(summary.copied)) == "optimizer.pt"
+    assert summary.folder_nbytes - summary.nbytes == sum(summary.carried.values()) > 42_000
+    assert next(iter(summary.carried)) == "optimizer.pt"
     assert json.loads((tmp_path / "net" / "netweight.json").read_text())["version"] == 1
 
 

@@ -28,7 +28,7 @@ def test_every_file_gets_its_role(tmp_path):
         "model-00001-of-00002.safetensors": ("weights", "model-00001-of-00002.net.safetensors"),
         "model-00002-of-00002.safetensors": ("weights", "model-00002-of-00002.net.safetensors"),
         "model.safetensors.index.json": ("index", "model.net.safetensors.index.json"),
-        "tokenizer.json": ("other", "tokenizer.json"),
+        "tokenizer.json": ("carried", "tokenizer.json"),
     }
     assert plan.folders == ("empty/deep",)
 
@@ -37,8 +37,8 @@ def test_weights_of_diffusers_models_keep_their_names(tmp_path):
     found = roles(make_plan(diffusers_folder(tmp_path / "m"), PLAIN))
     assert found["unet/diffusion_pytorch_model.safetensors"] == ("weights", "unet/diffusion_pytorch_model.safetensors")
     assert found["text_encoder/model.safetensors"] == ("weights", "text_encoder/model.net.safetensors")
-    assert found["scheduler/scheduler_config.json"][0] == "other"
-    assert found["model_index.json"][0] == "other"
+    assert found["scheduler/scheduler_config.json"][0] == "carried"
+    assert found["model_index.json"][0] == "carried"
 
 
 def test_a_variant_is_taken_where_there_is_one(tmp_path):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from netweight import codec
 from netweight.store.safetensors import nbytes_of
+
+if TYPE_CHECKING:
+    from netweight.store.reader import Base, StoredFile
 
 Level = Literal["fast", "default", "high", "max"]
 LEAST = 1 << 12
@@ -32,28 +36,49 @@ def finer_chunks(name: str, shape: tuple[int, ...], level: Level) -> int | None:
     return None if small or level in ("high", "max") or not _EMBEDDING.search(name) else _ROW_CHUNKS
 
 
-SAMPLE = 1 << 15
-"""Numbers in each sample by which it is decided whether a base pays."""
+_SAMPLE = 1 << 15  # numbers in each sample by which it is decided whether a base makes a tensor smaller
 
 
-def pays(content: Any, base: Any, dtype: str, level: Level) -> bool:
-    """Decide whether a tensor gets smaller as a difference from a base, by three samples of it.
+def choose_base(
+    base: Base | None, name: str, dtype: str, shape: tuple[int, ...], part: Callable[[int, int], Any], level: Level
+) -> tuple[tuple[StoredFile, str] | None, str]:
+    """Choose whether a tensor is stored as a difference from the tensor of its name in a base, or alone.
 
     Args:
-        content: The tensor's bytes, contiguous.
-        base: The base's bytes, as many.
-        dtype: The safetensors dtype of both.
+        base: The base; None without one.
+        name: The tensor's name.
+        dtype: Its safetensors dtype.
+        shape: Its shape.
+        part: Returns its bytes from one offset to another, contiguous.
         level: The codec's level.
+
+    Returns:
+        The file of the base and the name of the tensor in it, or None if the tensor is stored alone. Then the reason
+        why it is, which is empty without a base.
     """
-    width = nbytes_of(dtype, (8,)) // 8
-    if not width or not len(content):
+    if base is None:
+        return None, ""
+    place = base.find(name, dtype, shape)
+    if place is None:
+        return None, base.lack(name, dtype, shape)
+    file, other = place
+    if _is_smaller(part, lambda start, stop: file.part(other, start, stop), dtype, shape, level):
+        return place, ""
+    return None, "not smaller as differences"
+
+
+def _is_smaller(
+    own: Callable[[int, int], Any], below: Callable[[int, int], Any], dtype: str, shape: tuple[int, ...], level: Level
+) -> bool:
+    """Return whether a tensor is smaller as a difference from another one, by three samples of it."""
+    width, nbytes = nbytes_of(dtype, (8,)) // 8, nbytes_of(dtype, shape)
+    if not width or not nbytes:
         return True  # several numbers share a byte, or there are none
-    mine, theirs = (memoryview(each).cast("B") for each in (content, base))
-    numbers, alone, beside = len(mine) // width, 0, 0
-    for start in {0, max((numbers - SAMPLE) // 2, 0), max(numbers - SAMPLE, 0)}:
-        cut = slice(start * width, (start + SAMPLE) * width)
-        own, below = bytes(mine[cut]), bytes(theirs[cut])
-        shape = (len(own) // width,)
-        alone += len(codec.encode_raw(own, dtype, shape, level=level))
-        beside += len(codec.encode_raw(own, dtype, shape, level=level, base=below))
+    numbers, alone, beside = nbytes // width, 0, 0
+    for start in {0, max((numbers - _SAMPLE) // 2, 0), max(numbers - _SAMPLE, 0)}:
+        cut = start * width, min(start + _SAMPLE, numbers) * width
+        mine, theirs = bytes(own(*cut)), bytes(below(*cut))
+        sampled = (len(mine) // width,)
+        alone += len(codec.encode_raw(mine, dtype, sampled, level=level))
+        beside += len(codec.encode_raw(mine, dtype, sampled, level=level, base=theirs))
     return beside < alone

@@ -12,10 +12,10 @@ from typing import Any
 from netweight import codec
 from netweight.codec import ROUNDABLE, Precision
 from netweight.core.files import in_order
-from netweight.store.choices import SAMPLE, Level, finer_chunks, pays
+from netweight.store.choices import Level, choose_base, finer_chunks
 from netweight.store.file_totals import FileTotals, Tally
 from netweight.store.reader import BATCH, Base, StoredFile
-from netweight.store.safetensors import Span, file_head, nbytes_of
+from netweight.store.safetensors import Span, file_head
 from netweight.store.sources import TensorSource
 from netweight.store.writer import StoredTensors, StoreWriter
 
@@ -75,7 +75,7 @@ def write_compressed(
                 del blob
             else:
                 size = writer.add_chunks(span.name, *encoding.next(tally.update))
-                if writer.equal(span.name) is not None:
+                if writer.withdraw_if_stored(span.name) is not None:
                     size = writer.add_chunks(span.name, *encoding.as_equal(span))
             tally.add(size, rounding)
             advance(span.nbytes)
@@ -171,30 +171,16 @@ class _Encoding:
 
     def _below(self, span: Span) -> tuple[StoredFile, str] | None:
         """Return the place of the tensor from which this one is stored as a difference; None without a gain."""
-        if self._base is None:
-            return None
-        below = self._base.find(span.name, span.dtype, span.shape)
-        if below is None:
-            self.unlike[self._base.lack(span.name, span.dtype, span.shape)] += 1
-            return None
-        if not self._pays(span, below):
-            self.unlike["not smaller as differences"] += 1
-            return None
-        self.differences += 1
-        return below
 
-    def _pays(self, span: Span, below: tuple[StoredFile, str]) -> bool:
-        """Return whether a tensor gets smaller as a difference, by a few samples of it."""
-        width = nbytes_of(span.dtype, (8,)) // 8
-        if not width or not span.nbytes:
-            return True  # several numbers share a byte, or there are none
-        size = SAMPLE * width
-        starts = {0, (span.nbytes // width - SAMPLE) // 2 * width, span.nbytes - size} if span.nbytes > size else {0}
-        cuts = [(start, min(start + size, span.nbytes)) for start in sorted(starts)]
-        content, base = (
-            b"".join(bytes(file.part(name, *cut)) for cut in cuts) for file, name in ((self._source, span.name), below)
-        )
-        return pays(content, base, span.dtype, self._level)
+        def part(start: int, stop: int) -> Any:
+            return self._source.part(span.name, start, stop)
+
+        below, reason = choose_base(self._base, span.name, span.dtype, span.shape, part, self._level)
+        if below is not None:
+            self.differences += 1
+        elif reason:
+            self.unlike[reason] += 1
+        return below
 
     def _encode(self, batch: list[_Piece]) -> list[tuple[_Piece, Any, list[Any]]]:
         done = []

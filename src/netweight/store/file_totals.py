@@ -4,39 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Annotated, Any, final
 
 import xxhash
+from pydantic import Field, NonNegativeFloat
 
 from netweight.codec import BlobInfo
 from netweight.core.files import ALGORITHM
 
+Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+"""A number of things, or of bytes; records that are read are checked for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightTotals:
+    """Totals of the tensors in one compressed file; all are 0 for a file without weights."""
+
+    tensors: Count = 0
+    """Number of tensors."""
+    payload: Count = 0
+    """Bytes of all compressed tensors."""
+    rounded: Count = 0
+    """Number of tensors that are rounded."""
+    bound: NonNegativeFloat = 0.0
+    """Largest relative change of a weight that rounding may cause; 0 if nothing is rounded."""
+    worst_change: NonNegativeFloat = 0.0
+    """Largest relative change of a weight that rounding caused."""
+    differences: Count = 0
+    """Number of tensors that are stored as differences from a base."""
+    unlike_base: Mapping[str, Count] = field(default_factory=dict)
+    """Reason → number of tensors that are not stored as differences although a base was given."""
+
 
 @final
-@dataclass(frozen=True)
-class FileTotals:
-    """Totals of one file; all fields are those of a `FileEntry`, too."""
+@dataclass(frozen=True, kw_only=True)
+class FileTotals(WeightTotals):
+    """Totals of one file: of its tensors, and its sizes."""
 
-    tensors: int
-    """Number of tensors."""
     nbytes: int
     """Size of the plain file in bytes."""
     digest: str
     """Digest of the plain file; if tensors were rounded, of the file that is restored."""
     stored_nbytes: int
     """Size of the compressed file in bytes."""
-    payload: int
-    """Bytes of the compressed tensors alone."""
-    rounded: int = 0
-    """Number of tensors that are rounded."""
-    bound: float = 0.0
-    """Largest relative change of a weight that rounding may cause; 0 if nothing is rounded."""
-    worst_change: float = 0.0
-    """Largest relative change of a weight that rounding caused."""
-    differences: int = 0
-    """Number of tensors that are stored as differences from a base."""
-    unlike_base: Mapping[str, int] = field(default_factory=dict)
-    """Tensors that are not stored as differences though a base was given, counted by the reason."""
 
 
 class Tally:
@@ -81,4 +91,7 @@ class Tally:
             stored: Size of the compressed file in bytes.
         """
         digest = f"{ALGORITHM}:{self._whole.hexdigest()}"
-        return FileTotals(self._tensors, plain, digest, stored, self._payload, self._rounded, self._bound, self._worst)
+        return FileTotals(
+            nbytes=plain, digest=digest, stored_nbytes=stored, tensors=self._tensors, payload=self._payload,
+            rounded=self._rounded, bound=self._bound, worst_change=self._worst,
+        )  # fmt: skip

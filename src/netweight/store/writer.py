@@ -13,7 +13,7 @@ from netweight import codec
 from netweight.codec.header import content_of
 from netweight.core.files import digest_config, is_text, whole_file
 from netweight.errors import CorruptBlob, UsageError
-from netweight.store.choices import LEAST, Level, finer_chunks, pays
+from netweight.store.choices import LEAST, Level, choose_base, finer_chunks
 from netweight.store.reader import Base
 from netweight.store.safetensors import (
     KEY,
@@ -135,16 +135,17 @@ class StoreWriter:
         Raises:
             UsageError: The name was added before.
         """
-        below = None if self.base is None else self.base.find(name, dtype, shape)
-        base = None if below is None else below[0].content(below[1], threads=self._threads)
-        if base is not None and not pays(buffer, base, dtype, self._level):
-            base = None
+        content = memoryview(buffer)
+        place, _ = choose_base(
+            self.base, name, dtype, shape, lambda start, stop: content.cast("B")[start:stop], self._level
+        )
+        base = None if place is None else place[0].content(place[1], threads=self._threads)
         finer = finer_chunks(name, shape, self._level)
         how: dict[str, Any] = {"level": self._level, "threads": self._threads, "chunk_log2": finer}
         blob = codec.encode_raw(buffer, dtype, shape, base=base, **how)
-        if (place := self._equal(name, codec.info(blob))) is not None:
+        if (same := self._place_of_equal(name, codec.info(blob))) is not None:
             blob = codec.encode_raw(buffer, dtype, shape, base=buffer, **how)
-            self._same[name] = place
+            self._same[name] = same
         return self.add_blob(name, blob)
 
     def add_blob(self, name: str, blob: Any) -> int:
@@ -193,7 +194,7 @@ class StoreWriter:
         file.seek(end)
         return self._note(name, codec.info(header, size=end - begin), end - begin)
 
-    def equal(self, name: str) -> tuple[str, str] | None:
+    def withdraw_if_stored(self, name: str) -> tuple[str, str] | None:
         """Remove the tensor that was added last if the folder already contains the same one.
 
         Args:
@@ -204,7 +205,7 @@ class StoreWriter:
             stays.
         """
         info, size = self._last
-        if (place := self._equal(name, info)) is None:
+        if (place := self._place_of_equal(name, info)) is None:
             return None
         assert self._file is not None
         self._file.seek(-size, os.SEEK_CUR)
@@ -213,7 +214,7 @@ class StoreWriter:
         self._same[name] = place
         return place
 
-    def _equal(self, name: str, info: codec.BlobInfo) -> tuple[str, str] | None:
+    def _place_of_equal(self, name: str, info: codec.BlobInfo) -> tuple[str, str] | None:
         """Return the place of an equal tensor; the first of its kind is remembered."""
         if info.nbytes < LEAST or info.version == 1 or info.mantissa_bits is not None or name in self._same:
             return None

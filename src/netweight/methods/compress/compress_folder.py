@@ -40,7 +40,7 @@ from netweight.store.writer import StoredTensors
 
 _FINISHED = "files"  # the job's record of finished files
 # An index needs the sizes of its shards, so it comes after the weights.
-_WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "other": 2}
+_WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "carried": 2}
 
 
 # If copied files take more than this share of the weights' bytes, the summary mentions them.
@@ -82,7 +82,7 @@ class Summary:
     """Largest relative change of a weight that rounding may cause; 0 if nothing is rounded."""
     worst_change: float = 0.0
     """Largest relative change of a weight that rounding caused."""
-    copied: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    carried: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Files that were only copied, with their sizes in bytes, the largest first."""
     bytes_only: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Folders of quantized weights that must be decompressed before use; see `Manifest.bytes_only`."""
@@ -101,12 +101,12 @@ class Summary:
     @property
     def folder_nbytes(self) -> int:
         """Bytes of all files of the plain folder, but for small configuration files."""
-        return self.nbytes + sum(self.copied.values())
+        return self.nbytes + sum(self.carried.values())
 
     @property
     def folder_stored_nbytes(self) -> int:
         """Bytes of all files of the compressed folder, but for small configuration files."""
-        return self.stored_nbytes + sum(self.copied.values())
+        return self.stored_nbytes + sum(self.carried.values())
 
     def notes(self) -> list[str]:
         """Say, in sentences for a person, what the sizes of the weights alone do not show.
@@ -134,13 +134,13 @@ class Summary:
                     f"it: {reasons}. Check that the base is the model that was fine-tuned, "
                     "with the same names and dtypes."
                 )
-        copied = sum(self.copied.values())
-        if copied > _MUCH * max(self.nbytes, 1):
-            shown = [f"{path} ({_size(size)})" for path, size in [*self.copied.items()][:_SHOWN]]
-            others = len(self.copied) - len(shown)
+        carried = sum(self.carried.values())
+        if carried > _MUCH * max(self.nbytes, 1):
+            shown = [f"{path} ({_size(size)})" for path, size in [*self.carried.items()][:_SHOWN]]
+            others = len(self.carried) - len(shown)
             more = f" and {others} other {'file' if others == 1 else 'files'}" if others else ""
             lines.append(
-                f"Only weights in safetensors files are compressed. {_size(copied)} were copied as they are: "
+                f"Only weights in safetensors files are compressed. {_size(carried)} were copied as they are: "
                 f"{', '.join(shown)}{more}. The folder as a whole went from {_size(self.folder_nbytes)} to "
                 f"{_size(self.folder_stored_nbytes)}."
             )
@@ -338,7 +338,7 @@ def _summary(
         worst_change=max((file.worst_change for file in weights), default=0.0),
         differences=sum(file.differences for file in weights),
         unlike_base=dict(unlike),
-        copied=_by_size(file for file in files if isinstance(file, FileEntry) and file.kind == "carried"),
+        carried=_by_size(file for file in files if isinstance(file, FileEntry) and file.kind == "carried"),
     )
 
 
@@ -389,7 +389,7 @@ class _Compression:
             self.task.describe(item.path)
             key = {**vars(item), **how}
             # Rewritten files depend on all others beside them and cost nothing, so they are always written anew.
-            finished = _finished(self.work, key) if item.role in ("weights", "other") else None
+            finished = _finished(self.work, key) if item.role in ("weights", "carried") else None
             if finished is None:
                 entry: FileEntry = getattr(self, f"_{item.role}")(item)
                 _record(self.work, key, vars(entry), item.stored)
@@ -451,9 +451,9 @@ class _Compression:
         weights = [Path(other.path) for other in self.plan.items if other.role in ("weights", "index")]
         beside = [path.name for path in weights if path.parent == parent]
         marked = mark_config(Path(item.path).name, content, beside)
-        return self._other(item) if marked is None else self._rewrite(item, content, marked)
+        return self._carried(item) if marked is None else self._rewrite(item, content, marked)
 
-    def _other(self, item: PlannedFile) -> FileEntry:
+    def _carried(self, item: PlannedFile) -> FileEntry:
         """Carry a file over."""
         target = self.work.file(item.stored)
         _copy(self.source / item.path, target)

@@ -44,9 +44,9 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self, final
+from typing import Any, Literal, Self, final
 
-from pydantic import ConfigDict, Field, NonNegativeFloat
+from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from netweight.autoload import HINT
@@ -57,6 +57,7 @@ from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.quantized import quantization_of
 from netweight.methods.compress.settings import CompressSettings
+from netweight.store.file_totals import Count, WeightTotals
 from netweight.store.reader import weight_map
 from netweight.store.safetensors import (
     KEY,
@@ -73,7 +74,6 @@ from netweight.store.sources import TensorSource
 MANIFEST = "netweight.json"
 MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 Kind = Literal["compressed", "rewritten", "carried"]
 
 # What a person reads in a folder of which a part is of no use before it is decompressed.
@@ -91,7 +91,7 @@ _WEIGHTS = re.compile(rf"^.+?(?:\.(?P<before>\w+))?(?:{_SHARD})?(?:\.(?P<after>\
 
 @final
 @dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
-class FileEntry:
+class FileEntry(WeightTotals):
     """One file of the original folder."""
 
     path: str
@@ -103,32 +103,25 @@ class FileEntry:
     nbytes: Count
     """Size in the original folder, in bytes."""
     digest: str
-    """Digest of its original content."""
+    """Digest of its original content; of weights with rounded tensors, that of the decompressed file."""
     stored_nbytes: Count
     """Size in the compressed folder, in bytes."""
     stored_digest: str | None = None
     """Digest of its content in the compressed folder; None for compressed weights, which carry a digest per tensor."""
     original: str | None = None
     """The original content of a rewritten file, deflated, as base64; else None."""
-    tensors: Count = 0
-    """Number of tensors of compressed weights; else 0."""
-    payload: Count = 0
-    """Bytes of all compressed tensors; else 0."""
-    rounded: Count = 0
-    """Number of rounded tensors. If there are any, `digest` is that of the decompressed file."""
-    bound: NonNegativeFloat = 0.0
-    """Largest relative change of a weight that rounding may cause."""
-    worst_change: NonNegativeFloat = 0.0
-    """Largest relative change of a weight that rounding caused."""
-    differences: Count = 0
-    """Number of tensors that are stored as differences from a base."""
-    unlike_base: dict[str, Count] = dataclasses.field(default_factory=dict)
-    """Reason → number of tensors that are not stored as differences although a base was given."""
 
     @classmethod
     def rewritten(cls, path: str, stored: str, original: bytes, *, digests: tuple[str, str], size: int) -> Self:
         """An entry for a file whose original content is kept."""
         return cls(path, "rewritten", stored, len(original), digests[0], size, digests[1], deflate_text(original))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what is not empty, the totals of weights last."""
+        values = asdict(self)
+        totals = {each.name for each in dataclasses.fields(WeightTotals)}
+        ordered = sorted(values, key=lambda name: name in totals)
+        return {name: values[name] for name in ordered if values[name]}
 
     def original_content(self) -> bytes:
         """The original content of a rewritten file."""
@@ -166,7 +159,7 @@ class Manifest:
             "format": _FORMAT,
             "version": _VERSION,
             "level": self.level,
-            "files": [{key: value for key, value in asdict(file).items() if value} for file in self.files],
+            "files": [file.to_json() for file in self.files],
             "folders": list(self.folders),
             "left_out": list(self.left_out),
             "bytes_only": dict(self.bytes_only),
@@ -371,7 +364,7 @@ def _json_bytes(values: dict[str, Any]) -> bytes:
 
 # ---- what becomes of each file, found out, with all problems, before anything is written -----------------------------
 
-Role = Literal["weights", "index", "config", "other"]
+Role = Literal["weights", "index", "config", "carried"]
 # What trainers leave beside weights: pickles, but not weights. They are carried over as bytes and never opened.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer*", "scheduler*", "scaler*", "rng_state*", "random_states*")
 
@@ -552,7 +545,7 @@ def _items(
     for path in paths:
         file, parent = source / path, Path(path).parent
         opens = parent.as_posix() not in bytes_only
-        role: Role = "other"
+        role: Role = "carried"
         stored = path
         if path.endswith(".safetensors") or is_index(file.name):
             role = "index" if is_index(file.name) else "weights"
