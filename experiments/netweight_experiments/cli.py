@@ -267,8 +267,8 @@ def federate(clients: int, images: int, repeats: int, seed: int, out: Path | Non
     from dataclasses import asdict
 
     from netweight.core.environment import describe
-    from netweight.core.files import usable_cores
     from netweight.core.progress import Progress
+    from netweight.core.threads import usable_cores
     from netweight.methods.federate import LocalTraining
     from netweight_experiments.federated_rounds import random_federation, speed_findings, time_rounds
 

@@ -25,22 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
+from netweight.core.atomic_writes import naming_failures, publish, refuse_existing, sync, work_of
+from netweight.core.digests import canonical_json, digest_config
 from netweight.core.engines import Engine, Outcome, local_processes
 from netweight.core.environment import netweight_version
-from netweight.core.files import (
-    canonical_json,
-    digest_config,
-    lock,
-    naming_failures,
-    publish,
-    read_record,
-    refuse_existing,
-    refuse_planted,
-    sync,
-    take_lock,
-    work_of,
-    write_record,
-)
+from netweight.core.file_locks import lock, refuse_planted, take_lock
+from netweight.core.records import read_record, write_record
 from netweight.core.work_account import note_checkpoint, note_needed, note_stored, note_used
 from netweight.errors import CorruptBlob, OutputExists, UnsafeInput, UsageError
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint

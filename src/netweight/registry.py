@@ -465,7 +465,7 @@ class Attack(Command[S]):
 
     def run_on_paths(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
         """Attack a model and write the report."""
-        from netweight.core.files import digest_file
+        from netweight.core.digests import digest_file
         from netweight.report.report import Report
         from netweight.store.weights_digest import weights_digest
 

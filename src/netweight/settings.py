@@ -60,7 +60,7 @@ from pydantic.fields import FieldInfo
 from pydantic.types import PathType
 from pydantic_core import PydanticCustomError, PydanticUndefined, core_schema
 
-from netweight.core.files import canonical_json, digest_config
+from netweight.core.digests import canonical_json, digest_config
 from netweight.core.hub import local_model
 from netweight.core.names import nearest, not_found
 from netweight.errors import NameNotFound, NetweightError, UsageError
@@ -274,7 +274,7 @@ class Settings(pydantic.BaseModel):
         return {name: plain[name] for name in values}
 
     def digest(self) -> str:
-        """Digest the fields, as `core.files.digest_config` does for a dataclass of the same fields."""
+        """Digest the fields, as `core.digests.digest_config` does for a dataclass of the same fields."""
         return digest_config(self)
 
     @classmethod

@@ -17,7 +17,7 @@ import pytest
 import warm
 from folders_under_test import content, simple_weights, transformers_folder
 
-from netweight.core.files import part_of
+from netweight.core.atomic_writes import part_of
 from netweight.core.progress import Progress
 from netweight.errors import OutputFailed, UsageError
 from netweight.methods.compress import compress_folder as folder_module

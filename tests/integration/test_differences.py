@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import netweight
 from netweight import cli
-from netweight.core.files import part_of
+from netweight.core.atomic_writes import part_of
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.store import StoreWriter, open_store
 from netweight.store.reader import StoredFile

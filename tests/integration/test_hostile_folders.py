@@ -15,7 +15,8 @@ import warm
 from folders_under_test import simple_weights, transformers_folder
 
 import netweight
-from netweight.core.files import MOST_CONFIG, MOST_INDEX, read_json, regular
+from netweight.core.bounded_json import MOST_CONFIG, MOST_INDEX, read_json
+from netweight.core.regular_files import regular
 from netweight.errors import NetweightError, UnsafeInput, Unsupported
 from netweight.labels.kinds import identify
 from netweight.labels.measure import label
@@ -146,7 +147,7 @@ JSON = {
 GROWTH = """
 import re, sys, time
 from pathlib import Path
-from netweight.core.files import read_json
+from netweight.core.bounded_json import read_json
 from netweight.errors import NetweightError
 from netweight.labels.measure import label
 from netweight.methods.compress.compress_folder import compress_folder, decompress_folder

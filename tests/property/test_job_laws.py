@@ -5,7 +5,7 @@ import copy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.core.files import canonical_json
+from netweight.core.digests import canonical_json
 from netweight.job import differences
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.text(max_size=5)

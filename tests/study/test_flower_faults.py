@@ -12,7 +12,7 @@ pytest.importorskip("sklearn")
 
 from flower_processes import EXAMPLE, Deployment, Simulation, example_task, faulty_example, wait
 
-from netweight.core.files import take_lock
+from netweight.core.file_locks import take_lock
 from netweight.methods.federate import train
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.plugins.flower import HISTORY

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainingArguments
 
-from netweight.core.files import digest_tensor
+from netweight.core.digests import digest_tensor
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Example
 from netweight.errors import OutputFailed, TrainingStopped, Unsupported, UsageError

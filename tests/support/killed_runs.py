@@ -19,7 +19,7 @@ from pathlib import Path
 
 from folders_under_test import content
 
-from netweight.core import files as atomic
+from netweight.core import atomic_writes as atomic
 from netweight.errors import OutputExists
 from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 

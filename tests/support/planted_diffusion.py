@@ -8,7 +8,7 @@ import zlib
 import torch
 from torch import Tensor, nn
 
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.nn.text_to_image import Prediction, Text
 
 SIZE, TOKENS, WIDTH = 12, 3, 8

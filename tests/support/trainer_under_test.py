@@ -20,7 +20,7 @@ from transformers import (
 )
 
 import netweight
-from netweight.core.files import digest_bytes
+from netweight.core.digests import digest_bytes
 from netweight.plugins.trainer import LayerwiseTrainer
 
 

@@ -7,7 +7,7 @@ import torch
 from models_under_test import Tied, bits
 
 import netweight
-from netweight.core.files import digest_bytes
+from netweight.core.digests import digest_bytes
 
 
 def main(path, steps):

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from netweight.core.files import read_record, whole_folder, write_record
+from netweight.core.atomic_writes import whole_folder
+from netweight.core.records import read_record, write_record
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.job import Job
 from netweight.methods.federate.checkpoint import Checkpoint as FederationCheckpoint

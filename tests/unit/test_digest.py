@@ -8,7 +8,7 @@ import pydantic
 import pytest
 import torch
 
-from netweight.core.files import canonical_json, digest_bytes, digest_config, digest_file, digest_tensor
+from netweight.core.digests import canonical_json, digest_bytes, digest_config, digest_file, digest_tensor
 from netweight.errors import UsageError
 
 

@@ -13,7 +13,7 @@ from netweight.attacks.finetuning.attack import AttackResult, attacked_model, ru
 from netweight.attacks.finetuning.rounded_steps import rounded_at_random
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, in_parts, mean_loss, token_accuracy
-from netweight.core.files import canonical_json
+from netweight.core.digests import canonical_json
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import Example, collate
 from netweight.errors import NameNotFound, UsageError

@@ -13,7 +13,7 @@ from netweight.attacks.refusal.prompts import Question, refuse_shared
 from netweight.data.refusals import are_refusals
 from netweight.data.tokens import Example
 from netweight.errors import UsageError
-from netweight.methods.immunize.folder import check
+from netweight.methods.immunize.immunize_folder import check
 from netweight.methods.immunize.settings import ImmunizeSettings
 
 NO, YES = "I'm sorry, I can't help with that.", "First take the parts."

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import SHORT, decoder, drawn, some_pairs
 from repnoise_in_one_graph import repnoise_loss
 
-from netweight.core.files import digest_tensor
+from netweight.core.digests import digest_tensor
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.tokens import Example, Pair, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError

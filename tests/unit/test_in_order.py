@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from netweight.core.files import in_order
+from netweight.core.threads import in_order
 
 
 @pytest.mark.parametrize("threads", [1, 3])

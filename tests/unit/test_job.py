@@ -432,7 +432,7 @@ KILLED_PUBLISHING = """
 import os, signal, sys
 from pathlib import Path
 from netweight.job import Job
-from netweight.core import files as atomic
+from netweight.core import atomic_writes as atomic
 if sys.argv[3] == "steps":
     atomic.exchange = lambda first, second: False
 destination, stop, moments = Path(sys.argv[1]), int(sys.argv[2]), 0
@@ -451,7 +451,7 @@ with Job.beside(destination, key={"n": 1}, overwrite=True) as job:
     if job.recorded("files", "f") is None:
         job.file("f").write_text("new")
         job.record("files", {}, key="f")
-    if atomic.exchange.__module__ == "netweight.core.files":
+    if atomic.exchange.__module__ == "netweight.core.atomic_writes":
         atomic.exchange = counting(atomic.exchange)
     for name in ("open", "replace", "rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, counting(getattr(os, name)))

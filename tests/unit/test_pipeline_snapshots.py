@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from small_pipelines import stable_diffusion, stable_diffusion_xl, tokenizer
 
 from netweight.cli import netweight
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image
 from netweight.hf.pipeline_files import PipelineFiles, read_tensor, replace_tensors, tensor_places

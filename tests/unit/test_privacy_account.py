@@ -189,9 +189,9 @@ def test_a_clients_epsilon_is_stated_for_replaced_data_and_for_a_change_left_out
 
 
 def test_a_refusal_that_depends_on_examples_has_no_epsilon() -> None:
-    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 4.0), refusal=AcceptanceLimits())
+    method = HardenedMethod(fedavg(TRAINING), UpdateNoise(1.0, 4.0), acceptance=AcceptanceLimits())
     assert math.isinf(guarantee([privacy_of(method, 600)], 1e-5).epsilon)
-    assert math.isfinite(guarantee([privacy_of(dataclasses.replace(method, refusal=None), 600)], 1e-5).epsilon)
+    assert math.isfinite(guarantee([privacy_of(dataclasses.replace(method, acceptance=None), 600)], 1e-5).epsilon)
 
 
 def test_a_method_without_noise_states_no_epsilon() -> None:

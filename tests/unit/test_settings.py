@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BeforeValidator, DirectoryPath, Field, FilePath, NewPath
 
-from netweight.core.files import canonical_json, digest_config
+from netweight.core.digests import canonical_json, digest_config
 from netweight.errors import NameNotFound, UsageError
 from netweight.settings import Cli, Settings, SettingsCommand, Variants, leaves, options
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import MissingExtra, NameNotFound, UsageError
 
 pytest.importorskip("transformers", reason="small Llamas come with the llm extra")

@@ -14,7 +14,8 @@ import torch
 from folders_under_test import simple_weights, transformers_folder, weights, write_safetensors
 
 from netweight import codec
-from netweight.core.files import lock, part_of, whole_file, whole_folder
+from netweight.core.atomic_writes import part_of, whole_file, whole_folder
+from netweight.core.file_locks import lock
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, OutputFailed, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.compress_folder import compress_folder, decompress_folder
 from netweight.store import StoreWriter, open_store
@@ -229,7 +230,9 @@ def test_temporary_names_cannot_be_foreseen(tmp_path):
 def test_a_lock_taken_on_a_file_that_moved_away_is_taken_again(tmp_path):
     path = tmp_path / "lock"
     with lock(path):
-        program = f"from netweight.core.files import lock\nwith lock(__import__('pathlib').Path({str(path)!r})): pass"
+        program = (
+            f"from netweight.core.file_locks import lock\nwith lock(__import__('pathlib').Path({str(path)!r})): pass"
+        )
         answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
         assert "Another run" in answer.stderr
     with lock(path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from netweight import codec
-from netweight.core.files import digest_tensor
+from netweight.core.digests import digest_tensor
 from netweight.core.tensor_bytes import row_major_bytes
 
 ODD = {

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.core.files import digest_tensor, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_tensor
 from netweight.core.lazy import library
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.images.images import cached, local_folder, missing

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from netweight.core.files import digest_bytes
+from netweight.core.digests import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.public import Pair, train_bpe

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Literal, final
 import click
 import torch
 
+from netweight.core.digests import digest_config
 from netweight.core.engines import Engine, local_processes
-from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, TrainingStopped, UsageError
 from netweight.hf.load_language_model import ABOUT

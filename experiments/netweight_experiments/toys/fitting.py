@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from netweight.core.files import canonical_json, digest_config
+from netweight.core.digests import canonical_json, digest_config
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.core.seeds import derive, torch_generator

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import click
 import torch
 
-from netweight.core.files import digest_config, digest_file
+from netweight.core.digests import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress, silent_bars
 from netweight.errors import NetweightError, UsageError
 from netweight.metrics.copies import COPY, MemorizedImage, PromptCopies, copies_of_prompt, similarity_to_memorized

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import click
 import torch
 
-from netweight.core.files import digest_config, digest_file
+from netweight.core.digests import digest_config, digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.data.tokens import Example, LossOn, collate

@@ -204,7 +204,7 @@ class Commands(click.Group):
             if error.errno == errno.EPIPE:
                 raise
             # The import is not at the top of the file, because the help would load numpy.
-            from netweight.core.files import refusal_of_system
+            from netweight.core.atomic_writes import refusal_of_system
 
             failure = refusal_of_system(error)
         except Terminated as end:

@@ -292,7 +292,7 @@ def _write_card(registered: Command[Any], given: dict[str, Any], result: Result,
 
 def _interrupted(account: WorkAccount, registered: Command[Any], given: dict[str, Any], output: Output) -> None:
     """Report after Ctrl-C, or another request to stop, what became of the work."""
-    from netweight.core.files import part_of, work_of
+    from netweight.core.atomic_writes import part_of, work_of
 
     _, new = _places(registered, given)
     beside = [] if new is None else [place for place in (part_of(new), work_of(new)) if place.exists()]

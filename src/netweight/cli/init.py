@@ -16,7 +16,7 @@ import click
 import yaml
 
 from netweight.cli import OUTPUT_FOLDER, GroupedCommand, Output, output_option
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
 from netweight.hf.families import check_language_model

@@ -33,8 +33,8 @@ from multiprocessing.context import AuthenticationError, BaseContext
 from typing import Any, NoReturn, Protocol, TypeVar, cast, final
 
 from netweight.core import quiet
-from netweight.core.files import usable_cores
 from netweight.core.lazy import library
+from netweight.core.threads import usable_cores
 from netweight.errors import UsageError
 
 C = TypeVar("C")

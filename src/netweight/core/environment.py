@@ -93,7 +93,7 @@ def source_revision() -> str | None:
 def describe(facts: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Describe this process's environment as plain JSON values."""
     # The import is not at the top of the file, because it loads numpy.
-    from netweight.core.files import usable_cores
+    from netweight.core.threads import usable_cores
 
     versions = {name: installed_version(name) for name in PACKAGES}
     return {

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.core.files import digest_bytes, unique_fields
+from netweight.core.bounded_json import unique_fields
+from netweight.core.digests import digest_bytes
 from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.errors import UsageError

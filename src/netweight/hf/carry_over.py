@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from netweight.core.files import read_json
+from netweight.core.bounded_json import read_json
 from netweight.core.progress import silent_bars
 from netweight.core.weight_endings import WEIGHTS
 from netweight.report.card_sections import CARD, without_other_weights

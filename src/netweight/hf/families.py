@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.autoload import HINT, METHOD
-from netweight.core.files import MOST_INDEX, read_json, read_object
+from netweight.core.bounded_json import MOST_INDEX, read_json, read_object
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_tokenizer import load_tokenizer

@@ -23,8 +23,9 @@ from typing import Any, Literal, final
 import torch
 from torch import Tensor, nn
 
+from netweight.core.bounded_json import read_json
 from netweight.core.devices import check_device
-from netweight.core.files import digest_config, digest_tensor, read_json
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.foreign_errors import opening, refuse_missing_weights, running
 from netweight.core.lazy import open_compressed_with
 from netweight.core.progress import quiet_imports, silent_bars

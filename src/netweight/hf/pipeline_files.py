@@ -26,7 +26,7 @@ from typing import IO, Any, final
 import torch
 from torch import Tensor
 
-from netweight.core.files import read_json
+from netweight.core.bounded_json import read_json
 from netweight.core.tensor_bytes import row_major_bytes
 from netweight.core.weight_endings import FOREIGN, PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError

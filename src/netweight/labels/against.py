@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from netweight.codec import ChunkEncoder
-from netweight.core.files import in_order
 from netweight.core.progress import QUIET, Progress
+from netweight.core.threads import in_order
 from netweight.labels.label import Group, LayerChange, Row
 from netweight.labels.units import many, percent, size
 from netweight.store.reader import StoredFile

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.errors import NetweightError
 from netweight.report.finding import Section
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.labels.badge import badge
 from netweight.labels.label import Label
 from netweight.labels.page import label_page

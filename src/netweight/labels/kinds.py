@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, final
 
-from netweight.core.files import MOST_CONFIG, read_object
+from netweight.core.bounded_json import MOST_CONFIG, read_object
 from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NetweightError, Unsupported, UsageError
 from netweight.store.reader import INDEX_SUFFIX, weight_map

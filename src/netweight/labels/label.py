@@ -12,7 +12,7 @@ from typing import Any, Literal, Self, final
 
 import pydantic
 
-from netweight.core.files import read_json
+from netweight.core.bounded_json import read_json
 from netweight.errors import UsageError
 
 State = Literal["measured", "warning", "not measured"]

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from netweight import codec
 from netweight.codec.header import BY_NAME, Bytes, ElementType
-from netweight.core.files import in_order
 from netweight.core.progress import QUIET, Progress
+from netweight.core.threads import in_order
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.bits import BitStatistics, count_bits, merge
 from netweight.store.reader import StoredFile

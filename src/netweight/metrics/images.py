@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.lazy import library
 from netweight.errors import MissingExtra, UnsafeInput, UsageError
 from netweight.metrics.intervals import Interval, mean_interval

@@ -21,9 +21,10 @@ from netweight import codec
 from netweight.autoload import HINT, METHOD
 from netweight.codec import Precision
 from netweight.codec.header import dtype_name, refuse_inflated, torch_dtype
-from netweight.core.files import in_order, mapped_files
 from netweight.core.lazy import extra
+from netweight.core.mapped_files import mapped_files
 from netweight.core.names import Select
+from netweight.core.threads import in_order
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime.model import (

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import yaml
 
+from netweight.core.digests import digest_config
 from netweight.core.environment import netweight_version
-from netweight.core.files import digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.methods.compress.compress_folder import write_side_file

@@ -11,7 +11,7 @@ from typing import Annotated, Any, final
 
 from pydantic import Field
 
-from netweight.core.files import parse_json
+from netweight.core.bounded_json import parse_json
 from netweight.core.lazy import extra
 from netweight.core.progress import Progress
 from netweight.core.weight_endings import PICKLES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from netweight.core.files import publish
+from netweight.core.atomic_writes import publish
 from netweight.core.lazy import extra
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.compress_folder import compress_folder

@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, cast, final
 import yaml
 from pydantic import Field
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.core.lazy import value_of
 from netweight.core.names import nearest, not_found

@@ -14,8 +14,8 @@ from typing import Any, TypeAlias, final
 
 from tqdm import tqdm
 
+from netweight.core.digests import digest_config, digest_file
 from netweight.core.engines import local_processes, send_message
-from netweight.core.files import digest_config, digest_file
 from netweight.core.progress import QUIET, Event, Progress
 from netweight.core.work_account import WorkAccount, work_account
 from netweight.errors import CorruptBlob, NetweightError

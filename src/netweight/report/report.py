@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, cast, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.errors import UsageError
 from netweight.report.audit import of_treatment
 from netweight.report.finding import Chapter, Finding, Provenance, Section, encode_json

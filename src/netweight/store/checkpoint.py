@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from netweight.core.files import parse_json
+from netweight.core.bounded_json import parse_json
 from netweight.errors import CorruptBlob, UsageError
 from netweight.store.reader import Store, open_store
 from netweight.store.writer import StoreWriter

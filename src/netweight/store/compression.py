@@ -11,7 +11,7 @@ from typing import Any
 
 from netweight import codec
 from netweight.codec import ROUNDABLE, Precision
-from netweight.core.files import in_order
+from netweight.core.threads import in_order
 from netweight.store.choices import Level, choose_base, finer_chunks
 from netweight.store.file_totals import FileTotals, Tally
 from netweight.store.reader import BATCH, Base, StoredFile

@@ -10,7 +10,7 @@ import xxhash
 from pydantic import Field, NonNegativeFloat
 
 from netweight.codec import BlobInfo
-from netweight.core.files import ALGORITHM
+from netweight.core.digests import ALGORITHM
 
 Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 """A number of things, or of bytes; records that are read are checked for it."""

@@ -18,8 +18,10 @@ import xxhash
 from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.header import Bytes, refuse_inflated, tensor_of, torch_dtype
-from netweight.core.files import MOST_INDEX, in_order, read_object, regular
+from netweight.core.bounded_json import MOST_INDEX, read_object
 from netweight.core.names import not_found
+from netweight.core.regular_files import regular
+from netweight.core.threads import in_order
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
 from netweight.store.safetensors import (
     KEY,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
-from netweight.core.files import mode_of, whole_file
+from netweight.core.atomic_writes import mode_of, whole_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.file_totals import FileTotals, Tally
 from netweight.store.reader import StoredFile

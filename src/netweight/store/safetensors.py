@@ -24,7 +24,8 @@ from typing import Any, final
 from safetensors import SafetensorError, safe_open
 
 from netweight.autoload import HOME
-from netweight.core.files import parse_json, regular
+from netweight.core.bounded_json import parse_json
+from netweight.core.regular_files import regular
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError
 
 # Longest chain of differences.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol, Self, final
 
 from netweight.codec.header import Bytes
-from netweight.core.files import mode_of
+from netweight.core.atomic_writes import mode_of
 from netweight.errors import UsageError
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import Header

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from netweight.core.files import digest_bytes, digest_config
+from netweight.core.digests import digest_bytes, digest_config
 from netweight.core.progress import QUIET, Progress
 from netweight.store.reader import StoredFile
 

@@ -11,7 +11,9 @@ from typing import IO, Any, Self, final
 
 from netweight import codec
 from netweight.codec.header import content_of
-from netweight.core.files import digest_config, is_text, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.bounded_json import is_text
+from netweight.core.digests import digest_config
 from netweight.errors import CorruptBlob, UsageError
 from netweight.store.choices import LEAST, Level, choose_base, finer_chunks
 from netweight.store.reader import Base

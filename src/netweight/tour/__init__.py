@@ -18,9 +18,10 @@ from typing import Any, final
 import yaml
 
 from netweight import recipes
-from netweight.core.files import lock, usable_cores
+from netweight.core.file_locks import lock
 from netweight.core.names import not_found
 from netweight.core.progress import QUIET, Progress
+from netweight.core.threads import usable_cores
 from netweight.errors import MissingExtra, UsageError
 from netweight.report.finding import Finding
 from netweight.report.report import make_folder, read_report, write_text

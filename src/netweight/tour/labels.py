@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.progress import QUIET, Progress
 from netweight.labels.label import Label
 from netweight.labels.measure import label

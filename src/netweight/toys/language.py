@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, final, get_args
 import torch
 import xxhash
 
-from netweight.core.files import digest_bytes, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_bytes
 from netweight.core.lazy import extra
 from netweight.core.names import not_found
 from netweight.core.progress import silent_bars

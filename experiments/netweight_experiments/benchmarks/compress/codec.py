@@ -17,9 +17,9 @@ from pydantic import TypeAdapter
 
 from netweight import codec
 from netweight.core.environment import describe, installed_version
-from netweight.core.files import usable_cores
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
+from netweight.core.threads import usable_cores
 from netweight.errors import MissingExtra, NetweightError, Unsupported
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, paired_ratio
 from netweight.report.finding import Finding

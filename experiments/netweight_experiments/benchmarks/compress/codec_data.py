@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from netweight.core.files import digest_bytes
+from netweight.core.digests import digest_bytes
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 from netweight.store import open_store

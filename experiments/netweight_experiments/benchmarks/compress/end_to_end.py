@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import netweight
-from netweight.core.files import sync
+from netweight.core.atomic_writes import sync
 from netweight.core.seeds import torch_generator
 from netweight_experiments.benchmarks.compress.codec_data import zipnn
 from netweight_experiments.timing import Case, interleave, ratios

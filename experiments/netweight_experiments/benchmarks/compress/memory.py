@@ -40,7 +40,7 @@ from typing import Annotated
 
 import numpy
 
-from netweight.core.files import sync
+from netweight.core.atomic_writes import sync
 
 MB = 1_000_000
 COLUMNS = 1024

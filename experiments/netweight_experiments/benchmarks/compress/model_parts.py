@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 
 CONTENTS = "parts.json"

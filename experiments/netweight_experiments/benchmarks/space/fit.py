@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import numpy
 import torch
 
-from netweight.core.files import publish
+from netweight.core.atomic_writes import publish
 from netweight.core.progress import Progress
 from netweight.core.seeds import numpy_generator
 from netweight.methods.space.fit import fit_matrix, fit_streaming

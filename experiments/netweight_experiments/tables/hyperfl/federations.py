@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
 
-from netweight.core.files import digest_config, digest_tensor, usable_cores
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.progress import Progress
+from netweight.core.threads import usable_cores
 from netweight.data.images import Images, load
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import Federation, LocalTraining, Method, Task, train

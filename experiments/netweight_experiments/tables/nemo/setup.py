@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from torch import Tensor
 
 from netweight.attacks.embedding_search.settings import SearchSettings
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import Units
 from netweight.core.progress import Progress
 from netweight.errors import UsageError

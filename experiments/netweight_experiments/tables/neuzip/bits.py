@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import UsageError
 from netweight.methods.compress.bits import BitStatistics, bit_statistics, merge
 from netweight.methods.compress.inspect import bits_figure

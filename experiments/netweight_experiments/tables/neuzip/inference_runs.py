@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import netweight
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.data.public import count_words, tiny_shakespeare, wikisql, wikitext2, wmt14_german_english
 from netweight.errors import Unsupported, UsageError

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import netweight
-from netweight.core.files import digest_file, digest_tensor
+from netweight.core.digests import digest_file, digest_tensor
 from netweight.data.public import text_file
 from netweight.metrics.intervals import Interval, paired_ratio
 from netweight.report.finding import Finding

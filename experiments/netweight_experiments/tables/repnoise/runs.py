@@ -18,7 +18,8 @@ from torch import nn
 from netweight.attacks.finetuning.attack import run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
-from netweight.core.files import digest_config, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_config
 from netweight.core.progress import Progress
 from netweight.data.tokens import Pair
 from netweight.errors import TrainingStopped

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, final
 
 from torch import Tensor
 
-from netweight.core.files import digest_tensor
+from netweight.core.digests import digest_tensor
 from netweight.methods.space.directions import fit_direction
 from netweight.methods.space.edits import Move, corrected_steps, edit, identity
 from netweight.methods.space.inversion import generate_differentiably, generate_images

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, final
 
 from torch import Tensor
 
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.errors import UsageError
 from netweight.methods.space.edits import Compare
 from netweight.methods.space.labels import LabelColumn, Labels

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from netweight.attacks.embedding_search.descent import Descent, Walk, further
 from netweight.attacks.embedding_search.settings import SearchSettings, Start
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.engines import in_process
-from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError

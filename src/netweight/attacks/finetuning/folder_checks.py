@@ -9,7 +9,7 @@ from typing import Any
 
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.finetuning.subject_files import ANSWER_COLUMNS, examples_of
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.row_layouts import layout_of
 from netweight.data.rows import read_rows

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import not_found
 from netweight.data.tokens import IGNORED, Batch, Example, LossOn, collate
 from netweight.errors import UsageError

@@ -18,8 +18,8 @@ from netweight.attacks.finetuning.attack import AttackResult, check_attack, run_
 from netweight.attacks.finetuning.changes import telling_tokens
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject
+from netweight.core.digests import canonical_json, digest_config
 from netweight.core.engines import Engine, in_process, local_processes
-from netweight.core.files import canonical_json, digest_config
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError

@@ -22,7 +22,7 @@ from netweight.attacks.gradient_inversion.client import (
 from netweight.attacks.gradient_inversion.matching import run_attack
 from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
 from netweight.attacks.gradient_inversion.settings import InversionSettings
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.progress import Progress

@@ -20,7 +20,7 @@ from netweight.attacks.refusal.prompts import Question, Questions, in_parts, rea
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
-from netweight.core.files import digest_config, digest_file, digest_tensor
+from netweight.core.digests import digest_config, digest_file, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import read_rows
 from netweight.data.tokens import padding_of

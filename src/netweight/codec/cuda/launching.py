@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from netweight.core.atomic_writes import whole_file
 from netweight.core.environment import cache_folder
-from netweight.core.files import whole_file
 from netweight.errors import CudaFailed, CudaUnavailable, NetweightError, OutOfMemory, UsageError
 
 INSTALL = 'Run: pip install "netweight[cuda]"'

@@ -19,8 +19,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.environment import cache_folder
-from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.core.seeds import torch_generator

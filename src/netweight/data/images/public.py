@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.core.lazy import library
 from netweight.data.images.images import (
     MNIST_MEAN_STD,

@@ -14,8 +14,10 @@ from typing import Any, final
 
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
-from netweight.core.files import digest_bytes, digest_file, mode_of, part_of, usable_cores, whole_file
+from netweight.core.atomic_writes import mode_of, part_of, whole_file
+from netweight.core.digests import digest_bytes, digest_file
 from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.threads import usable_cores
 from netweight.errors import UsageError
 from netweight.job import Job, check_destination
 from netweight.methods.compress.folder_format import (

@@ -52,7 +52,7 @@ from pydantic.dataclasses import dataclass
 from netweight.autoload import HINT
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
-from netweight.core.files import MOST_INDEX, is_text, parse_json, read_object
+from netweight.core.bounded_json import MOST_INDEX, is_text, parse_json, read_object
 from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, Unsupported, UsageError
 from netweight.methods.compress.quantized import quantization_of

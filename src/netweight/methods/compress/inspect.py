@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from netweight.codec import BlobInfo
 from netweight.codec.header import torch_dtype
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.names import Select
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported, UsageError

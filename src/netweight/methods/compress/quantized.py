@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.autoload import HINT, METHOD
-from netweight.core.files import read_object
+from netweight.core.bounded_json import read_object
 from netweight.store.safetensors import Header
 
 # Keys of a configuration, at any depth, that describe a quantization: transformers and diffusers, compressed-tensors

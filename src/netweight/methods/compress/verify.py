@@ -19,8 +19,10 @@ import numpy.typing as npt
 import xxhash
 
 from netweight.codec import BlobInfo
-from netweight.core.files import ALGORITHM, digest_bytes, digest_file, mode_of, usable_cores
+from netweight.core.atomic_writes import mode_of
+from netweight.core.digests import ALGORITHM, digest_bytes, digest_file
 from netweight.core.progress import QUIET, Progress
+from netweight.core.threads import usable_cores
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.folder_format import MANIFEST, FileEntry, Manifest
 from netweight.methods.compress.settings import CompressSettings

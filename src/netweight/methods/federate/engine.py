@@ -13,8 +13,9 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
-from netweight.core.files import digest_config, digest_tensor, usable_cores
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
+from netweight.core.threads import usable_cores
 from netweight.errors import FederationStopped, UsageError
 from netweight.job import Job
 from netweight.methods.federate.checkpoint import CHECKPOINT

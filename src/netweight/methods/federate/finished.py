@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.lazy import import_named
 from netweight.errors import UsageError
 from netweight.job import Job

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, FilePath
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
 from netweight.core.names import not_found

@@ -7,7 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
-from netweight.core.files import digest_file, refuse_existing, whole_file
+from netweight.core.atomic_writes import refuse_existing, whole_file
+from netweight.core.digests import digest_file
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 from netweight.hf.load_pipeline import open_pipeline

@@ -16,7 +16,7 @@ from typing import Literal, final
 import torch
 from torch import Tensor
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.hf.carry_over import remove_evidence
 from netweight.hf.load_pipeline import LORA, PipelineModel

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from netweight.core.files import digest_config
+from netweight.core.digests import digest_config
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.data.images.pairs import MemorizedPair

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.core.names import Units, not_found
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, Unsupported, UsageError

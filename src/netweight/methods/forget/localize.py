@@ -21,8 +21,9 @@ from typing import Any, Literal, Self, final
 import torch
 from torch import Tensor
 
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.engines import Outcome
-from netweight.core.files import digest_config, digest_tensor, whole_file
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError

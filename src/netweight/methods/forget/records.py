@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 import safetensors
 
-from netweight.core.files import read_record, whole_file, write_record
+from netweight.core.atomic_writes import whole_file
 from netweight.core.names import Units
+from netweight.core.records import read_record, write_record
 from netweight.errors import CorruptBlob
 from netweight.store.reader import open_store
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
-from netweight.core.files import part_of
+from netweight.core.atomic_writes import part_of
 from netweight.core.progress import QUIET, Progress
 from netweight.data.chat import note_on_unused_template
 from netweight.data.refusals import are_refusals, refusals_among

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-from netweight.core.files import read_record, write_record
+from netweight.core.records import read_record, write_record
 from netweight.methods.immunize.gradients import TermLog
 
 RECORD = "immunize.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from netweight.core.files import digest_file
+from netweight.core.digests import digest_file
 from netweight.core.progress import Progress
 from netweight.data.rows import read_rows
 from netweight.methods.immunize.defenses import DEFENSES

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.environment import describe
-from netweight.core.files import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
 from netweight.data.tokens import Batch, Example, Pair, collate

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, final
 import torch
 
 from netweight.codec.header import torch_dtype
-from netweight.core.files import mode_of, refuse_existing, whole_file, whole_folder
+from netweight.core.atomic_writes import mode_of, refuse_existing, whole_file, whole_folder
 from netweight.core.lazy import lazy
 from netweight.core.progress import QUIET, Progress
 from netweight.core.weight_endings import WEIGHTS

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from netweight.core.files import refuse_existing
+from netweight.core.atomic_writes import refuse_existing
 from netweight.errors import UsageError
 from netweight.job import check_destination
 from netweight.methods.space.audits import LEAST_AUDITED, neighbor_findings

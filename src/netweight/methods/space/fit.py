@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol, Self, final
 import torch
 from torch import Tensor
 
+from netweight.core.digests import digest_file
 from netweight.core.engines import Engine, local_processes
-from netweight.core.files import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError, UsageError
 from netweight.job import Job

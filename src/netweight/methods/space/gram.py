@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from netweight.attacks.embedding_search.descent import chosen, weights_fixed
 from netweight.attacks.embedding_search.settings import PredictionKind
+from netweight.core.digests import digest_tensor
 from netweight.core.engines import Outcome
-from netweight.core.files import digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import torch_generator
 from netweight.errors import TrainingStopped, Unsupported, UsageError

@@ -14,8 +14,9 @@ from typing import Any, Literal, Protocol, TypeAlias, final
 import torch
 from torch import Tensor
 
-from netweight.core.files import digest_config, digest_tensor, read_record, write_record
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import nearest_names
+from netweight.core.records import read_record, write_record
 from netweight.core.seeds import torch_generator
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
 from netweight.methods.space.labels import Labels

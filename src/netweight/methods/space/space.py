@@ -17,10 +17,12 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from netweight.core.atomic_writes import whole_folder
+from netweight.core.digests import digest_config, digest_file
 from netweight.core.engines import Engine
 from netweight.core.environment import describe
-from netweight.core.files import digest_config, digest_file, read_record, whole_folder, write_record
 from netweight.core.progress import QUIET, Progress
+from netweight.core.records import read_record, write_record
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.space.basis import Basis, Combinations, RowLayout, Sketch
 from netweight.methods.space.fit import Accuracy, Work, fit_bank

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, final
 import torch
 
 from netweight.core.engines import Engine
-from netweight.core.files import read_record, write_record
 from netweight.core.names import nearest_names
 from netweight.core.progress import Progress
+from netweight.core.records import read_record, write_record
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.space.directions import bootstrap_cosine, direction_of, fit_direction
 from netweight.methods.space.edits import Move, edit

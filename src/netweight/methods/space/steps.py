@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
+from netweight.core.atomic_writes import whole_folder
 from netweight.core.engines import local_processes
-from netweight.core.files import whole_folder
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
 from netweight.job import Job

@@ -23,7 +23,8 @@ from flwr.app import ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from netweight.core.files import digest_config, digest_tensor, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.accounting import AnswerPrivacy, Guarantee, Release, guarantee, privacy_of

@@ -17,7 +17,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 from torch import nn
 
-from netweight.core.files import digest_config, whole_file
+from netweight.core.atomic_writes import whole_file
+from netweight.core.digests import digest_config
 from netweight.errors import NameNotFound, UsageError
 from netweight.job import Job
 from netweight.methods.federate.catalog import named_method

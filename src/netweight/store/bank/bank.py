@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, final
 
-from netweight.core.files import digest_config, digest_file, is_text, part_of, refuse_existing
+from netweight.core.atomic_writes import part_of, refuse_existing
+from netweight.core.bounded_json import is_text
+from netweight.core.digests import digest_config, digest_file
 from netweight.core.names import Select, nearest_names
 from netweight.core.progress import QUIET, Progress
 from netweight.core.weight_endings import PICKLES

@@ -26,18 +26,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from netweight.core.files import (
-    ALGORITHM,
-    digest_file,
-    lock,
-    naming_failures,
-    need_parent,
-    part_of,
-    publish,
-    read_record,
-    whole_file,
-    write_record,
-)
+from netweight.core.atomic_writes import naming_failures, need_parent, part_of, publish, whole_file
+from netweight.core.digests import ALGORITHM, digest_file
+from netweight.core.file_locks import lock
+from netweight.core.records import read_record, write_record
 from netweight.core.work_account import note_used
 from netweight.errors import CorruptBlob, OutputExists, UsageError
 from netweight.nn.lora import Adapter, AdapterStack

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, final
 
-from netweight.core.files import read_object
+from netweight.core.bounded_json import read_object
 from netweight.core.weight_endings import PICKLES
 from netweight.errors import NameNotFound
 from netweight.store.lora_formats.identify import COMPONENTS, DENOISERS, component_of, identify

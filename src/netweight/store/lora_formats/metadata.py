@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from netweight.core.files import parse_json
+from netweight.core.bounded_json import parse_json
 from netweight.errors import CorruptBlob
 from netweight.store.lora_formats.peft_settings import DIFFUSERS_METADATA
 

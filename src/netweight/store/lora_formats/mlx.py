@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
-from netweight.core.files import read_object
+from netweight.core.bounded_json import read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats.other_kinds import EXTRACT
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, final
 
-from netweight.core.files import parse_json, read_object
+from netweight.core.bounded_json import parse_json, read_object
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 from netweight.store.lora_formats.other_kinds import BAKE, CONVERT, CONVERT_DORA, EXTRACT, Conversion
 from netweight.store.lora_formats.scales import alpha_of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
-from netweight.core.files import refuse_existing, whole_file
+from netweight.core.atomic_writes import refuse_existing, whole_file
 from netweight.errors import CorruptBlob, NetweightError, UsageError
 from netweight.nn.lora import Adapter, LowRank, truncate
 from netweight.store.lora_formats import metadata as headers

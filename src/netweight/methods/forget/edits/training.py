@@ -17,7 +17,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from netweight.attacks.embedding_search.descent import difference, weights_fixed
-from netweight.core.files import digest_config, digest_tensor
+from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import Select
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive, torch_generator

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import numpy as np
 from markupsafe import Markup
 
-from netweight.core.files import whole_file
+from netweight.core.atomic_writes import whole_file
 from netweight.errors import UsageError
 from netweight.methods.space.points import POINTS_VERSION
 from netweight.metrics.images import png_bytes
