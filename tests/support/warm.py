@@ -32,7 +32,7 @@ ALL = (
     "transformers:CLIPTextModel,CLIPTokenizer,LlamaForCausalLM,PreTrainedTokenizerFast,Trainer",
     "diffusers:StableDiffusionPipeline",
 )  # fmt: skip
-COMPRESSION = ("torch", "netweight.cli", "netweight.methods.compress.folder", "netweight.labels.measure")
+COMPRESSION = ("torch", "netweight.cli", "netweight.methods.compress.compress_folder", "netweight.labels.measure")
 _READ_BY_IMPORTS = re.compile("HOME|PATH|PYTHONPATH|(CUDA|HF|HUGGING|MPL|OMP|MKL|THP|TORCH|XDG|NETWEIGHT_AUTOLOAD).*")
 _OF_QUIET_COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS", "TORCH_LOGS"}  # set by a command that a test calls, for good
 
