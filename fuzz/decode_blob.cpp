@@ -3,7 +3,8 @@
 // encoded to the same blob everywhere, which gives it back. Elements of two bytes are also taken for the words of a lossy blob,
 // and decoded bytes for weights to be rounded: with the same results everywhere. Sanitizers watch the memory.
 //
-// Blobs that hold differences get a base made of the input, and what was decoded is encoded against it.
+// Blobs that hold differences get a base made of the input, and what was decoded is encoded against it. What came from a blob
+// that GPU kernels could decode is encoded for them, too.
 //
 // The first input byte says how: bit 0 makes index and header check fit first, so that planes are reached; bits 1 and up
 // choose a part. The rest is the blob, copied to a buffer of its size so that reading on is noticed.
@@ -27,7 +28,7 @@ constexpr u64 kLargestEncoded = u64{1} << 18;
 void repair(std::vector<u8>& blob) {
   if (blob.size() < kFixedHeader) return;
   std::memcpy(blob.data(), kMagic, 3);
-  blob[3] = blob[3] & 1 ? 1 : kVersion;
+  blob[3] = kVersion;
   size_t at = kFixedHeader;
   unsigned __int128 elements = 1;
   for (int i = 0; i < blob[7]; i++) {
@@ -49,18 +50,15 @@ void repair(std::vector<u8>& blob) {
   if (blob[6] > kMaxChunkLog2) return;
   const u64 numbers = static_cast<u64>(elements) * dtype->bits / 8 / dtype->unit_bytes;
   const u64 chunks = (numbers + (u64{1} << blob[6]) - 1) >> blob[6];
-  const bool old = blob[3] == 1;
-  if (!old && blob[5] & kHasBase) at += 16;
-  if (at > blob.size() || chunks > (blob.size() - at) / (old ? 4 : 12)) return;
-  const size_t checks = at + 4 * static_cast<size_t>(chunks), end = old ? checks : checks + 8 * static_cast<size_t>(chunks);
+  if (blob[5] & kHasBase) at += 16;
+  if (at > blob.size() || chunks > (blob.size() - at) / 12) return;
+  const size_t checks = at + 4 * static_cast<size_t>(chunks), end = checks + 8 * static_cast<size_t>(chunks);
   u64 others = 0;
   for (size_t i = at; i + 4 < checks; i += 4) others += get32(blob.data() + i);
   if (chunks && others <= blob.size() - end) put32(blob.data() + checks - 4, static_cast<u32>(blob.size() - end - others));
-  if (!old) {
-    XXH128_canonical_t digest;
-    XXH128_canonicalFromHash(&digest, XXH3_128bits(blob.data() + checks, end - checks));
-    std::memcpy(blob.data() + 8, digest.digest, 16);
-  }
+  XXH128_canonical_t digest;
+  XXH128_canonicalFromHash(&digest, XXH3_128bits(blob.data() + checks, end - checks));
+  std::memcpy(blob.data() + 8, digest.digest, 16);
   XXH3_state_t state;
   XXH3_64bits_reset(&state);
   XXH3_64bits_update(&state, blob.data(), 24);
@@ -95,7 +93,8 @@ std::optional<std::vector<u8>> decoded(std::span<const u8> blob, const BlobHeade
 std::vector<u8> encoded(const BlobHeader& h, std::span<const u8> tensor, const std::vector<u8>& base, int threads, const Kernels& kernels) {
   const size_t bound = encode_bound(*h.dtype, h.shape, h.chunk_log2);
   const std::unique_ptr<u8[]> out(new u8[bound]);
-  const size_t size = encode(tensor, *h.dtype, h.shape, {h.level, h.chunk_log2, h.version, h.has_base ? base.data() : nullptr}, threads, kernels, out.get());
+  const Encoding how{h.level, h.chunk_log2, !h.has_base && !h.cpu_modes, h.has_base ? base.data() : nullptr};
+  const size_t size = encode(tensor, *h.dtype, h.shape, how, threads, kernels, out.get());
   return {out.get(), out.get() + size};
 }
 

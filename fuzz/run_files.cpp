@@ -32,7 +32,7 @@ void repeat(const std::string& what, const Kernels& kernels, int repeats, std::s
   std::vector<u8> tensor = decoded(blob, h, kernels), out(encode_bound(*h.dtype, h.shape, h.chunk_log2));
   for (int i = 0; i < repeats; i++) {
     if (what == "decode") decode_range(blob, h, 0, h.numbers, nullptr, false, 1, kernels, tensor.data());
-    else encode(tensor, *h.dtype, h.shape, {h.level, h.chunk_log2, h.version, nullptr}, 1, kernels, out.data());
+    else encode(tensor, *h.dtype, h.shape, {h.level, h.chunk_log2, false, nullptr}, 1, kernels, out.data());
   }
 }
 

@@ -85,16 +85,16 @@ nb::tuple header_tuple(const BlobHeader& h) {
   nb::list starts;
   for (u64 s : h.chunk_start) starts.append(s);
   return nb::make_tuple(h.dtype->name, shape_tuple(h), h.nbytes, static_cast<int>(h.level), h.chunk_log2,
-                        nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers, h.version,
+                        nb::bytes(reinterpret_cast<const char*>(h.digest), 16), nb::tuple(starts), h.numbers,
                         nb::bytes(reinterpret_cast<const char*>(h.base_digest), h.has_base ? 16 : 0));
 }
 
-Encoding encoding_of(const Dtype& dtype, int level, int chunk_log2, int version, const u8* base) {
+Encoding encoding_of(const Dtype& dtype, int level, int chunk_log2, bool gpu_modes, const u8* base) {
   if (chunk_log2 == 0) chunk_log2 = default_chunk_log2(dtype);
   if (chunk_log2 < kMinChunkLog2 || chunk_log2 > kMaxChunkLog2) throw nb::value_error("chunk_log2 must be 10 to 22");
   if (level < 0 || level > static_cast<int>(Level::max)) throw nb::value_error("level must be 0 to 3");
-  if (version != kVersion && (version != 1 || base)) throw nb::value_error("version must be 2, or 1 without a base");
-  return {static_cast<Level>(level), chunk_log2, version, base};
+  if (gpu_modes && base) throw nb::value_error("GPU kernels do not decode differences from a base");
+  return {static_cast<Level>(level), chunk_log2, gpu_modes, base};
 }
 
 // A bytes object of at most `bound` bytes that `write` fills; it returns how many.
@@ -124,37 +124,37 @@ nb::object encode_as(const Dtype& dtype, const Buffer& in, const std::vector<u64
 }
 
 nb::object encode_bytes(nb::handle tensor, const std::string& dtype_name, const std::vector<u64>& shape, int level, int chunk_log2, int threads,
-                        const std::string& path, int version, nb::handle base) {
+                        const std::string& path, nb::handle base, bool gpu_modes) {
   Buffer in(tensor, false);
   const Base other(base);
   const Dtype& dtype = dtype_by_name(dtype_name.c_str());
-  return encode_as(dtype, in, shape, encoding_of(dtype, level, chunk_log2, version, other.of(in.size())), threads, path);
+  return encode_as(dtype, in, shape, encoding_of(dtype, level, chunk_log2, gpu_modes, other.of(in.size())), threads, path);
 }
 
-// One chunk of version 2, its check, that of the base's numbers, and whether it has modes that version 1 lacks.
+// One chunk, its check, that of the base's numbers, and whether it has a transform or a mode that GPU kernels do not decode.
 nb::tuple encode_chunk_alone(nb::handle numbers, const std::string& dtype_name, int level, const std::string& path, nb::handle base) {
   Buffer in(numbers, false);
   const Base other(base);
   const Dtype& dtype = dtype_by_name(dtype_name.c_str());
   const Kernels& kernels = kernels_by_name(path.c_str());
   if (in.size() % dtype.unit_bytes || in.size() / dtype.unit_bytes > size_t{1} << kMaxChunkLog2) throw nb::value_error("a chunk has another size");
-  const Encoding how = encoding_of(dtype, level, 0, kVersion, other.of(in.size()));
+  const Encoding how = encoding_of(dtype, level, 0, false, other.of(in.size()));
   const Room room(encode_one_bound(dtype, in.size()));  // bytes that are cut to size would be new pages every time
   EncodedChunk found;
   {
     nb::gil_scoped_release release;
     found = encode_one(in.bytes(), dtype, how, kernels, room.get());
   }
-  return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(room.get()), found.size), found.check, found.base_check, found.new_modes);
+  return nb::make_tuple(nb::bytes(reinterpret_cast<const char*>(room.get()), found.size), found.check, found.base_check, found.cpu_modes);
 }
 
 // Words of a lossy blob: a plain blob of type U16, split where floating-point numbers of so many mantissa bits would be.
-nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path, int version) {
+nb::object encode_words(nb::handle words, int mantissa_bits, int level, int chunk_log2, int threads, const std::string& path, bool gpu_modes) {
   Buffer in(words, false);
   Dtype dtype = dtype_by_name("U16");
   dtype.exponent_bits = static_cast<u8>(15 - mantissa_bits);
   dtype.mantissa_bits = static_cast<u8>(mantissa_bits);
-  return encode_as(dtype, in, {in.size() / 2}, encoding_of(dtype, level, chunk_log2, version, nullptr), threads, path);
+  return encode_as(dtype, in, {in.size() / 2}, encoding_of(dtype, level, chunk_log2, gpu_modes, nullptr), threads, path);
 }
 
 Rounding rounding_of(const std::string& dtype, int mantissa_bits, u64 block, bool reference, double numerator, double denominator) {
@@ -384,7 +384,7 @@ NB_MODULE(_native, m) {
   nb::exception<CorruptError>(m, "CorruptError", PyExc_ValueError);
   nb::exception<UnsupportedError>(m, "UnsupportedError", PyExc_ValueError);
   m.def("encode", &encode_bytes, nb::arg("tensor"), nb::arg("dtype"), nb::arg("shape"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
-        nb::arg("path"), nb::arg("version") = kVersion, nb::arg("base") = nb::none());
+        nb::arg("path"), nb::arg("base") = nb::none(), nb::arg("gpu_modes") = false);
   m.def("encode_chunk", &encode_chunk_alone, nb::arg("numbers"), nb::arg("dtype"), nb::arg("level"), nb::arg("path"), nb::arg("base") = nb::none());
   m.def(
       "read_header",
@@ -401,7 +401,7 @@ NB_MODULE(_native, m) {
   m.def("decode_chunk", &decode_chunk_alone, nb::arg("header"), nb::arg("size"), nb::arg("number"), nb::arg("chunk"), nb::arg("out"), nb::arg("check"),
         nb::arg("path"), nb::arg("base") = nb::none());
   m.def("encode_words", &encode_words, nb::arg("words"), nb::arg("mantissa_bits"), nb::arg("level"), nb::arg("chunk_log2"), nb::arg("threads"),
-        nb::arg("path"), nb::arg("version") = kVersion);
+        nb::arg("path"), nb::arg("gpu_modes") = false);
   m.def("round_weights", &round_weights, nb::arg("weights"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"), nb::arg("reference"),
         nb::arg("numerator"), nb::arg("denominator"), nb::arg("words"), nb::arg("normalizers"), nb::arg("values"), nb::arg("path"));
   m.def("decode_words", &decode_words_to_address, nb::arg("words"), nb::arg("normalizers"), nb::arg("dtype"), nb::arg("mantissa_bits"), nb::arg("block"),

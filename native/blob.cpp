@@ -63,21 +63,20 @@ void parallel_for(size_t items, int threads, Work work) {
 
 EncodedChunk encode_with(Scratch& scratch, std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out) {
   EncodedChunk found{0, 0, 0, false};
-  if (how.version > 1) found.check = check_of(kernels, numbers.data(), numbers.size());
+  found.check = check_of(kernels, numbers.data(), numbers.size());
   if (how.base) found.base_check = check_of(kernels, how.base, numbers.size());
-  const ChunkStyle style{&dtype, how.version > 1, how.base != nullptr};
-  const u8* end = encode_chunk(style, numbers.data(), how.base, numbers.size() / dtype.unit_bytes, how.level, kernels, scratch, out, found.new_modes);
+  const ChunkStyle style{&dtype, !how.gpu_modes, how.base != nullptr};
+  const u8* end = encode_chunk(style, numbers.data(), how.base, numbers.size() / dtype.unit_bytes, how.level, kernels, scratch, out, found.cpu_modes);
   found.size = static_cast<size_t>(end - out);
   return found;
 }
 
-// Decodes a chunk and compares it with its check, if it has one.
+// Decodes a chunk and, if asked, compares it with its check.
 void decode_checked(Reader in, const u8* readable_end, const BlobHeader& h, size_t chunk, const u8* base, bool compare, const Kernels& kernels,
                     Scratch& scratch, u8* out) {
   const size_t count = h.numbers_in_chunk(chunk);
-  compare &= h.version > 1;
   ChunkCheck check(kernels, out);
-  decode_chunk({h.dtype, h.new_modes, h.has_base}, in, readable_end, base, count, kernels, scratch, out, compare ? &check : nullptr);
+  decode_chunk({h.dtype, h.cpu_modes, h.has_base}, in, readable_end, base, count, kernels, scratch, out, compare ? &check : nullptr);
   if (!compare || check.finish(out + count * h.dtype->unit_bytes) == h.checks[chunk]) return;
   throw CorruptError(std::string("the decoded bytes do not have the digest that was stored with them") + (h.has_base ? ", or the base is another tensor" : ""));
 }
@@ -131,16 +130,10 @@ u64 read_varint(Reader& in) {
   throw CorruptError("a dimension in the header is too large");
 }
 
-// The digest of a tensor of version 2: that of its chunks' checks.
+// The digest of a tensor: that of its chunks' checks.
 void digest_of_checks(const u8* checks, size_t chunks, u8* to) {
   XXH128_canonical_t digest;
   XXH128_canonicalFromHash(&digest, XXH3_128bits(checks, 8 * chunks));
-  std::memcpy(to, digest.digest, 16);
-}
-
-void digest_of_bytes(std::span<const u8> bytes, u8* to) {
-  XXH128_canonical_t digest;
-  XXH128_canonicalFromHash(&digest, XXH3_128bits(bytes.data(), bytes.size()));
   std::memcpy(to, digest.digest, 16);
 }
 
@@ -186,15 +179,12 @@ BlobHeader read_header(std::span<const u8> blob, u64 size) {
   if (blob.size() < kFixedHeader) throw CorruptError("it is shorter than a header (" + megabytes(blob.size()) + ")");
   if (std::memcmp(blob.data(), kMagic, 3) != 0) throw CorruptError("it does not start with the marker NWT");
   BlobHeader h{};
-  h.version = blob[3];
-  if (h.version != 1 && h.version != kVersion) throw UnsupportedError("format version " + std::to_string(h.version) + " is newer than this release reads (2)");
+  if (blob[3] != kVersion)
+    throw UnsupportedError("format version " + std::to_string(blob[3]) + " is not known to this release, which reads version " + std::to_string(kVersion));
   h.dtype = &dtype_by_code(blob[4]);
-  u8 level = blob[5];
-  if (h.version > 1) {
-    h.has_base = level & kHasBase;
-    h.new_modes = level & kHasNewModes;
-    level &= static_cast<u8>(~(kHasBase | kHasNewModes));
-  }
+  h.has_base = blob[5] & kHasBase;
+  h.cpu_modes = blob[5] & kHasCpuModes;
+  const u8 level = blob[5] & static_cast<u8>(~(kHasBase | kHasCpuModes));
   if (level > static_cast<u8>(Level::max)) throw UnsupportedError("level number " + std::to_string(level) + " is not known to this release");
   h.level = static_cast<Level>(level);
   h.chunk_log2 = blob[6];
@@ -210,20 +200,18 @@ BlobHeader read_header(std::span<const u8> blob, u64 size) {
   h.numbers = h.nbytes / h.dtype->unit_bytes;
   if (h.has_base) std::memcpy(h.base_digest, in.take(16, "the header"), 16);
   const u64 chunks = chunk_count(h.numbers, h.chunk_log2);
-  if (chunks > static_cast<u64>(in.end - in.at) / (h.version == 1 ? 4 : 12)) throw CorruptError("the data ends inside the index of chunks");
+  if (chunks > static_cast<u64>(in.end - in.at) / 12) throw CorruptError("the data ends inside the index of chunks");
   const u8* index = in.take(static_cast<size_t>(chunks) * 4, "the index of chunks");
-  const u8* checks = h.version == 1 ? nullptr : in.take(static_cast<size_t>(chunks) * 8, "the index of chunks");
+  const u8* checks = in.take(static_cast<size_t>(chunks) * 8, "the index of chunks");
   if (get32(blob.data() + 24) != header_check(blob.data(), static_cast<size_t>(in.at - blob.data())))
     throw CorruptError("the header's checksum does not fit its bytes");
   h.chunk_start.resize(static_cast<size_t>(chunks) + 1);
   h.chunk_start[0] = static_cast<u64>(in.at - blob.data());
   for (size_t c = 0; c < chunks; c++) h.chunk_start[c + 1] = h.chunk_start[c] + get32(index + 4 * c);
-  if (checks) {
-    for (size_t c = 0; c < chunks; c++) h.checks.push_back(get64(checks + 8 * c));
-    u8 digest[16];
-    digest_of_checks(checks, static_cast<size_t>(chunks), digest);
-    if (std::memcmp(digest, h.digest, 16) != 0) throw CorruptError("the header's digest does not fit its checks");
-  }
+  for (size_t c = 0; c < chunks; c++) h.checks.push_back(get64(checks + 8 * c));
+  u8 digest[16];
+  digest_of_checks(checks, static_cast<size_t>(chunks), digest);
+  if (std::memcmp(digest, h.digest, 16) != 0) throw CorruptError("the header's digest does not fit its checks");
   if (h.chunk_start.back() != size)
     throw CorruptError("it has " + megabytes(size) + " where its index adds up to " + std::to_string(h.chunk_start.back()));
   return h;
@@ -238,9 +226,9 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
   for (u64 d : shape) p = put_varint(p, d);
   u8* base_digest = p;
   if (how.base) p += 16;
-  u8 *index = p, *checks = index + 4 * chunks, *payload = checks + (how.version == 1 ? 0 : 8 * chunks), *end = payload;
+  u8 *index = p, *checks = index + 4 * chunks, *payload = checks + 8 * chunks, *end = payload;
   std::vector<u8> base_checks(how.base ? 8 * chunks : 0);
-  std::atomic<bool> new_modes{false};
+  std::atomic<bool> cpu_modes{false};
   // A chunk's check, which brings it into the cache, and its planes.
   const auto encode_at = [&](size_t c, Scratch& scratch, u8* to) {
     const std::span<const u8> chunk = tensor.subspan(c * step * unit, std::min(step, numbers - c * step) * unit);
@@ -248,9 +236,9 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     if (how.base) own.base += c * step * unit;
     const EncodedChunk found = encode_with(scratch, chunk, dtype, own, kernels, to);
     put32(index + 4 * c, static_cast<u32>(found.size));
-    if (how.version > 1) put64(checks + 8 * c, found.check);
+    put64(checks + 8 * c, found.check);
     if (how.base) put64(base_checks.data() + 8 * c, found.base_check);
-    if (found.new_modes) new_modes = true;
+    if (found.cpu_modes) cpu_modes = true;
     return found.size;
   };
   if (threads <= 1 || chunks < 2) {
@@ -276,13 +264,12 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
     });
   }
   std::memcpy(out, kMagic, 3);
-  out[3] = static_cast<u8>(how.version);
+  out[3] = kVersion;
   out[4] = dtype.code;
-  out[5] = static_cast<u8>(static_cast<int>(how.level) | (how.base ? kHasBase : 0) | (new_modes ? kHasNewModes : 0));
+  out[5] = static_cast<u8>(static_cast<int>(how.level) | (how.base ? kHasBase : 0) | (cpu_modes ? kHasCpuModes : 0));
   out[6] = static_cast<u8>(how.chunk_log2);
   out[7] = static_cast<u8>(shape.size());
-  if (how.version == 1) digest_of_bytes(tensor, out + 8);
-  else digest_of_checks(checks, chunks, out + 8);
+  digest_of_checks(checks, chunks, out + 8);
   if (how.base) digest_of_checks(base_checks.data(), chunks, base_digest);
   put32(out + 24, header_check(out, static_cast<size_t>(payload - out)));
   return static_cast<size_t>(end - out);
@@ -375,10 +362,6 @@ void decode_range(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 
                   u8* out) {
   RangeDecoder decoder(blob, h, first, last, base, check, kernels, out);
   run(decoder, h, first, last, threads);
-  u8 digest[16];
-  if (!check || h.version > 1 || last - first != h.numbers) return;
-  digest_of_bytes({out, static_cast<size_t>(h.nbytes)}, digest);
-  if (std::memcmp(digest, h.digest, 16) != 0) throw CorruptError("the decoded bytes do not have the digest that was stored with them");
 }
 
 void decode_words(std::span<const u8> blob, const BlobHeader& h, u64 first, u64 last, const Words& words, int threads, const Kernels& kernels, u8* out) {

@@ -15,18 +15,17 @@ class Scratch;
 
 struct BlobHeader {
   const Dtype* dtype;
-  int version;
-  bool has_base, new_modes;
+  bool has_base, cpu_modes;  // cpu_modes: some chunk has a transform or a mode that GPU kernels do not decode
   Level level;
   int chunk_log2;
   std::vector<u64> shape;
-  u8 digest[16];       // xxh3-128 of the tensor's bytes (version 1) or of the chunks' checks, canonical (big-endian) form
+  u8 digest[16];       // xxh3-128 of the chunks' checks, canonical (big-endian) form
   u8 base_digest[16];  // of the base, if there is one
   u64 elements;
   u64 nbytes;     // of the tensor
   u64 numbers;    // units of dtype->unit_bytes bytes
   std::vector<u64> chunk_start;  // offsets in the blob; one more than there are chunks
-  std::vector<u64> checks;       // xxh3-64 of every chunk's numbers; version 1: empty
+  std::vector<u64> checks;       // of every chunk's numbers
 
   size_t chunks() const { return chunk_start.size() - 1; }
   size_t numbers_in_chunk(size_t chunk) const;
@@ -42,10 +41,12 @@ u64 tensor_bytes(const Dtype& dtype, const std::vector<u64>& shape);
 // What encode may write for such a tensor.
 size_t encode_bound(const Dtype& dtype, const std::vector<u64>& shape, int chunk_log2);
 
-// How to encode a tensor. In version 2 against a base: another tensor of the same size, or nullptr.
+// How to encode a tensor. With a base: against another tensor of the same size, else nullptr. With `gpu_modes` and no base:
+// only in modes that GPU kernels decode.
 struct Encoding {
   Level level;
-  int chunk_log2, version;
+  int chunk_log2;
+  bool gpu_modes;
   const u8* base;
 };
 
@@ -57,7 +58,7 @@ size_t encode(std::span<const u8> tensor, const Dtype& dtype, const std::vector<
 struct EncodedChunk {
   size_t size;
   u64 check, base_check;
-  bool new_modes;
+  bool cpu_modes;
 };
 EncodedChunk encode_one(std::span<const u8> numbers, const Dtype& dtype, const Encoding& how, const Kernels& kernels, u8* out);
 size_t encode_one_bound(const Dtype& dtype, size_t bytes);
@@ -102,7 +103,7 @@ class RangeDecoder {
   std::mutex guard_;
 };
 
-// The same by `threads` threads. A whole tensor of version 1 is compared with its digest.
+// The same by `threads` threads.
 void decode_range(std::span<const u8> blob, const BlobHeader& header, u64 first, u64 last, const u8* base, bool check, int threads, const Kernels& kernels,
                   u8* out);
 

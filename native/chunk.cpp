@@ -1,4 +1,4 @@
-// Chunks: their planes, and of version 2 the transforms before them.
+// Chunks: their planes, and the transforms before them.
 #include "chunk.h"
 
 #include <algorithm>
@@ -63,12 +63,12 @@ bool goes_on(const Dtype& d, const u8* in, size_t count) {
 // ---- planes ----------------------------------------------------------------------------------------------------------
 
 u8* encode_planes(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting, bool inner,
-                  bool* new_modes) {
+                  bool* cpu_modes) {
   const int tails = plane_count(d) - 1;
   const auto plane = [&](PlaneShape shape, const u8* numbers) {
     shape.inner = inner;
     u8* end = encode_plane(shape, numbers, count, level, kernels, scratch, out, nesting);
-    if (new_modes) *new_modes |= *out > static_cast<u8>(Mode::wide_rans);
+    if (cpu_modes) *cpu_modes |= *out > static_cast<u8>(Mode::wide_rans);
     out = end;
   };
   if (tails == 0) {
@@ -116,17 +116,17 @@ namespace {
 // Room for a trial; nested planes need more than their bytes.
 size_t trial_bytes(const Dtype& d, size_t count) { return 2 * count * d.unit_bytes + (size_t{1} << 18); }
 
-u8* keep_smaller(const u8* trial, const u8* trial_end, u8* out, u8* end, bool& new_modes) {
+u8* keep_smaller(const u8* trial, const u8* trial_end, u8* out, u8* end, bool& cpu_modes) {
   const size_t size = static_cast<size_t>(trial_end - trial);
   if (size >= static_cast<size_t>(end - out)) return end;
   std::memcpy(out, trial, size);
-  new_modes = true;
+  cpu_modes = true;
   return out + size;
 }
 
 // Planes, or what is left of wider numbers when their likeliest value is split off.
-u8* encode_body(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, bool& new_modes) {
-  u8* end = encode_planes(d, in, count, level, kernels, scratch, out, kMaxNesting, false, &new_modes);
+u8* encode_body(const Dtype& d, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, bool& cpu_modes) {
+  u8* end = encode_planes(d, in, count, level, kernels, scratch, out, kMaxNesting, false, &cpu_modes);
   if (d.unit_bytes < 4) return end;
   const Probe found = probe(in, count, d.unit_bytes);
   if (!found.often()) return end;
@@ -136,7 +136,7 @@ u8* encode_body(const Dtype& d, const u8* in, size_t count, Level level, const K
                                       [&](const u8* rest, size_t left, u8* to) {
                                         return encode_planes(d, rest, left, level, kernels, scratch, to, kMaxNesting - 1, true);
                                       });
-  return keep_smaller(trial.get(), trial_end, out, end, new_modes);
+  return keep_smaller(trial.get(), trial_end, out, end, cpu_modes);
 }
 
 void decode_body(const Dtype& d, Reader& in, const u8* readable_end, size_t count, const Kernels& kernels, Scratch& scratch, u8* out, ChunkCheck* check) {
@@ -260,16 +260,16 @@ void decode_runs(Reader& in, const u8* readable_end, size_t count, const Kernels
 }  // namespace
 
 u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
-                 bool& new_modes) {
+                 bool& cpu_modes) {
   const Dtype& d = *style.dtype;
-  if (!style.new_modes) return encode_planes(d, in, count, level, kernels, scratch, out, kVersion1, false);
-  u8* end = encode_body(d, in, count, level, kernels, scratch, out, new_modes);
+  if (!style.cpu_modes) return encode_planes(d, in, count, level, kernels, scratch, out, kFlat, false);
+  u8* end = encode_body(d, in, count, level, kernels, scratch, out, cpu_modes);
   if (goes_on(d, in, count)) {
     const auto deltas = padded(count * d.unit_bytes), trial = padded(trial_bytes(d, count));
     by_width(d.unit_bytes, [&](auto number) { take_deltas<decltype(number)>(in, count, deltas.get()); });
     trial[0] = static_cast<u8>(Transform::delta);
     bool ignored = false;
-    end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, new_modes);
+    end = keep_smaller(trial.get(), encode_body(d, deltas.get(), count, level, kernels, scratch, trial.get() + 1, ignored), out, end, cpu_modes);
   }
   if (d.unit_bytes == 1 && count >= 1024 && probe(in, count, 1).distinct <= 2) {
     u8 values[2];
@@ -280,7 +280,7 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
       bool ignored = false;
       u8* trial_end = encode_chunk({&pairs_type(), true, false}, reinterpret_cast<const u8*>(pairs.data()), nullptr, pairs.size(), level, kernels, scratch,
                                    put24(trial.get() + 3, static_cast<u32>(pairs.size())), ignored);
-      end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+      end = keep_smaller(trial.get(), trial_end, out, end, cpu_modes);
     }
   }
   if (base) {
@@ -288,11 +288,11 @@ u8* encode_chunk(const ChunkStyle& style, const u8* in, const u8* base, size_t c
     kernels.subtract(in, base, count, d.unit_bytes, d.exponent_bits != 0, steps.get());
     trial[0] = static_cast<u8>(Transform::difference);
     u8* trial_end = encode_planes(unsigned_of(d), steps.get(), count, level, kernels, scratch, trial.get() + 1, kMaxNesting, true);
-    end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+    end = keep_smaller(trial.get(), trial_end, out, end, cpu_modes);
     if (*out == trial[0] && d.unit_bytes == 2 && d.exponent_bits && count >= kLeastOfClasses) {
       trial[0] = static_cast<u8>(Transform::classes);
       trial_end = encode_classes(unsigned_of(d), steps.get(), base, count, level, kernels, scratch, trial.get() + 1);
-      end = keep_smaller(trial.get(), trial_end, out, end, new_modes);
+      end = keep_smaller(trial.get(), trial_end, out, end, cpu_modes);
     }
   }
   return end;
@@ -302,8 +302,8 @@ void decode_chunk(const ChunkStyle& style, Reader in, const u8* readable_end, co
                   u8* out, ChunkCheck* check) {
   const Dtype& d = *style.dtype;
   const u8 first = in.at == in.end ? 0 : *in.at;
-  if (!style.new_modes) {
-    decode_planes(d, in, readable_end, count, kernels, scratch, out, kVersion1, check);
+  if (!style.cpu_modes) {
+    decode_planes(d, in, readable_end, count, kernels, scratch, out, kFlat, check);
   } else if (first == static_cast<u8>(Transform::delta) && d.unit_bytes > 1) {
     in.at++;
     decode_body(d, in, readable_end, count, kernels, scratch, out, nullptr);

@@ -28,18 +28,17 @@ struct UnsupportedError : std::runtime_error {
 };
 
 inline constexpr u8 kMagic[3] = {'N', 'W', 'T'};
-inline constexpr u8 kVersion = 2;           // newest that is read and written; 1 is, too
+inline constexpr u8 kVersion = 1;           // the only one
 inline constexpr size_t kFixedHeader = 28;  // magic .. header checksum
-inline constexpr u8 kHasBase = 0x80, kHasNewModes = 0x40;  // flags beside the level, version 2
+inline constexpr u8 kHasBase = 0x80, kHasCpuModes = 0x40;  // flags beside the level
 inline constexpr int kMaxDims = 64;
 inline constexpr int kMinChunkLog2 = 10, kMaxChunkLog2 = 22;
 
 enum class Level : u8 { fast = 0, standard = 1, high = 2, max = 3 };
 
-// How one plane of one chunk is stored; steep and what follows is of version 2.
+// How one plane of one chunk is stored. Steep and what follows need kHasCpuModes: GPU kernels do not decode them.
 enum class Mode : u8 { raw = 0, constant = 1, packed = 2, rans = 3, wide_rans = 4, steep = 5, sparse = 6, palette = 7, halves = 8, joint = 9 };
 
-// What a chunk of version 2 may begin with instead of its first plane.
 // work() with the unsigned type of so many bytes.
 template <typename Work>
 NETWEIGHT_INLINE auto by_width(int bytes, Work work) {
@@ -47,6 +46,7 @@ NETWEIGHT_INLINE auto by_width(int bytes, Work work) {
 }
 
 constexpr int kClasses = 8;  // of numbers by the magnitude of their base's
+// What a chunk may begin with instead of its first plane; needs kHasCpuModes.
 enum class Transform : u8 { sparse = 16, delta = 17, difference = 18, classes = 19, runs = 20 };
 
 inline constexpr int kLanes = 64;           // lanes of one rans stream: 64 states of 16 bits, one byte stream

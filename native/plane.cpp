@@ -364,7 +364,7 @@ void fill(const u8* value, int unit, size_t count, u8* out) {
   for (size_t i = 0; i < count; i++) std::memcpy(out + 2 * i, value, 2);
 }
 
-// Raw, packed or entropy coded, and no larger than raw; in version 1 all that there is.
+// Raw, packed or entropy coded, and no larger than raw; all that there is for GPUs.
 u8* encode_dense(const PlaneShape& shape, const u8* in, size_t count, Level level, bool skewed, const Kernels& kernels, Scratch& scratch, u8* out) {
   const size_t bytes = count * static_cast<size_t>(shape.unit);
   if (bytes < kSmallest) {
@@ -513,7 +513,7 @@ void decode_plane(Reader& in, const u8* readable_end, int unit, size_t count, co
   const size_t bytes = count * static_cast<size_t>(unit);
   const Mode mode = static_cast<Mode>(in.byte("a plane"));
   if (mode >= Mode::steep && mode <= Mode::joint) {
-    if (nesting == kVersion1) throw CorruptError("a plane has an unknown mode");
+    if (nesting == kFlat) throw CorruptError("a plane has an unknown mode");
     if (nesting == 0 && mode != Mode::steep) throw CorruptError("planes lie too deep in planes");
     if (unit == 1 && mode >= Mode::palette) throw CorruptError("a plane of one-byte elements has a mode of two-byte ones");
   }

@@ -21,9 +21,9 @@ struct PlaneShape {
   PlaneKind kind;
   int exponent_bits;  // floating only
   int mantissa_bits;  // floating only: those inside the unit
-  bool inner = false;      // version 2: part of a plane of skewed data
-  bool one_sign = false;   // version 2: floats whose top bits are all equal, as of second moments
-  bool split_off = false;  // version 2: what a sparse plane left, of which no further value is split off
+  bool inner = false;      // part of a plane of skewed data
+  bool one_sign = false;   // floats whose top bits are all equal, as of second moments
+  bool split_off = false;  // what a sparse plane left, of which no further value is split off
 };
 
 // Memory from a shelf that all threads share, since new pages cost more than what is done with them.
@@ -64,7 +64,7 @@ class Scratch {
 inline size_t plane_bound(size_t count, int unit) { return count * static_cast<size_t>(unit) + 4096; }
 
 // How deep planes may lie in planes: so many levels, or none and no modes beyond wide_rans.
-inline constexpr int kMaxNesting = 8, kVersion1 = -1;
+inline constexpr int kMaxNesting = 8, kFlat = -1;
 
 // Writes `count` numbers at `in` to `out`; returns the end of what was written.
 u8* encode_plane(const PlaneShape& shape, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out, int nesting);
@@ -93,7 +93,7 @@ inline constexpr size_t kSamples = 64, kMoreSamples = 512;
 inline size_t sample_place(size_t i, size_t count) { return static_cast<size_t>(static_cast<u64>(static_cast<u32>(i) * 0x9E3779B1u) * count >> 32); }
 
 // Parts of the above with files of their own.
-// A plane of skewed data in the mode of version 2 that suits it, at `out`; nullptr when none does.
+// A plane of skewed data in the mode that suits it, at `out`; nullptr when none does.
 u8* encode_skewed(const PlaneShape& shape, const Probe& found, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
                   int nesting);
 // Numbers of `unit` bytes as a value, a plane of nibbles and, by write_rest, what differs from the value.

@@ -1,4 +1,4 @@
-// Planes of skewed data, in the modes of version 2: one value split off, a palette, bytes apart, symbols below a bit.
+// Planes of skewed data, in modes of their own: one value split off, a palette, bytes apart, symbols below a bit.
 #include <algorithm>
 
 #include "plane.h"

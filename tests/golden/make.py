@@ -8,48 +8,46 @@ import hashlib
 import json
 import shutil
 import struct
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from blobs_under_test import BY_NAME, LEVELS, assemble, handmade, rans_plane, tensor_data, wide_plane, with_check
 from rounding_under_test import sections_of, with_lossy_check, with_sections
 
 from netweight import codec
-from netweight.codec.header import varint
-from netweight.codec.numpy_codec import check_of
 
 HERE = Path(__file__).parent
-encode_1 = partial(codec.encode_raw, version=1)
 SEED = 2410_20650
 
 KIND_OF = dict(zip(BY_NAME, ["counts", "sparse", "steps", "weights", "wide"] * 5, strict=False))
 
 
 def accepted(rng):
-    """Name, blob and decoded bytes of every blob that must decode."""
+    """Name, blob and decoded bytes of every blob that must decode; `gpu-` is encoded with `gpu_modes`."""
     for dtype in BY_NAME:
         for level in LEVELS:
             kind = KIND_OF[dtype] if level == "default" else "weights" if level == "fast" else "wide"
             data = tensor_data(dtype, 1240, kind, rng)
-            yield f"{dtype}-{level}", encode_1(data, dtype, (31, 40), level=level, chunk_log2=10), data
+            yield f"{dtype}-{level}", codec.encode_raw(data, dtype, (31, 40), level=level, chunk_log2=10), data
+            if level in ("fast", "default"):  # which GPUs encode
+                blob = codec.encode_raw(data, dtype, (31, 40), level=level, chunk_log2=10, gpu_modes=True)
+                yield f"gpu-{dtype}-{level}", blob, data
     for kind in ("noise", "constant", "steps"):
         data = tensor_data("F32", 700, kind, rng)
-        yield f"F32-{kind}", encode_1(data, "F32", (700,)), data
+        yield f"F32-{kind}", codec.encode_raw(data, "F32", (700,)), data
     weights = (rng.standard_normal(5000) * 0.02).astype("<f4").view("<u4")
     data = (weights & 0xFFFF0000).tobytes()
-    yield "F32-really-bf16", encode_1(data, "F32", (5000,)), data
+    yield "F32-really-bf16", codec.encode_raw(data, "F32", (5000,)), data
     data = (weights & 0xFFFFFC00).tobytes()
-    yield "F32-zero-ended", encode_1(data, "F32", (5000,)), data
+    yield "F32-zero-ended", codec.encode_raw(data, "F32", (5000,)), data
     data = (weights >> 16).astype("<u2").tobytes()
-    yield "BF16-wide", encode_1(data, "BF16", (5000,), level="max"), data
+    yield "BF16-wide", codec.encode_raw(data, "BF16", (5000,), level="max"), data
     for count in (1 << 14, 1 << 18):  # as many numbers as the encoder gives two and four streams
         data = (rng.random(count) < 0.02).astype("u1").tobytes()
-        yield f"BOOL-{count}", encode_1(data, "BOOL", (count,), chunk_log2=18), data
+        yield f"BOOL-{count}", codec.encode_raw(data, "BOOL", (count,), chunk_log2=18), data
     for shape in ((), (0,), (3, 0, 2), (1,) * 20, (2, 3, 5)):
         data = tensor_data("BF16", int(np.prod(shape)), "weights", rng)
-        yield f"BF16-shape-{'x'.join(map(str, shape)) or 'scalar'}", encode_1(data, "BF16", shape), data
+        yield f"BF16-shape-{'x'.join(map(str, shape)) or 'scalar'}", codec.encode_raw(data, "BF16", shape), data
     unusual = [*handmade(rng)]
     for name, blob, data in unusual[:: len(unusual) // 24]:
         yield f"unusual-{name}", blob, data
@@ -64,11 +62,11 @@ def rounded(rng):
         data = values.astype("<f2").tobytes() if dtype == "F16" else values.tobytes()
         data = values.view("<u2")[1::2].tobytes() if dtype == "BF16" else data
         source = f"rounded-source-{dtype}"
-        yield source, None, encode_1(data, dtype, (31, 40), chunk_log2=10), {}
+        yield source, None, codec.encode_raw(data, dtype, (31, 40), chunk_log2=10), {}
         for fidelity in ("corrected", "reference") if dtype == "BF16" else ("corrected",):
             for bits, block in ((0, None), (0, 32), (1, 64), (2, 7), (3, 512), (4, 1), (5, 100), (6, 1 << 40)):
                 settings = {"mantissa_bits": bits, "block_size": block, "fidelity": fidelity}
-                blob = encode_1(data, dtype, (31, 40), chunk_log2=10, precision=codec.Precision(**settings))
+                blob = codec.encode_raw(data, dtype, (31, 40), chunk_log2=10, precision=codec.Precision(**settings))
                 yield f"rounded-{dtype}-{bits}-{block}-{fidelity}", source, blob, settings
 
 
@@ -80,20 +78,25 @@ def replaced(data, at, new):
 def refused(rng):
     """Name, blob, error and a part of its message of every blob that must be refused."""
     data = tensor_data("BF16", 600, "weights", rng)
-    blob = encode_1(data, "BF16", (600,))
+    blob = codec.encode_raw(data, "BF16", (600,))
     for size in (0, 3, 27):
         yield f"cut-to-{size}", blob[:size], "CorruptBlob", "shorter than a header"
     yield "cut-index", blob[:32], "CorruptBlob", "ends inside the index of chunks"
+    yield "cut-checks", blob[:37], "CorruptBlob", "ends inside the index of chunks"
     yield "cut-shape", blob[:28], "CorruptBlob", "ends inside the header"
     yield "cut-payload", blob[:-1], "CorruptBlob", "where its index adds up to"
     yield "longer", blob + b"\0", "CorruptBlob", "where its index adds up to"
     yield "marker", b"ZIP" + blob[3:], "CorruptBlob", "marker NWT"
     yield "check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
-    yield "digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
+    at = codec.info(blob).chunk_offsets[0]
+    yield "chunk-check", replaced(blob, at + 400, [blob[at + 400] ^ 1]), "CorruptBlob", "do not have the digest"
+    yield "digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "digest does not fit its checks"
     for name, at, value, error, part in (
-        ("version", 3, 3, "Unsupported", "format version 3"),
+        ("version", 3, 2, "Unsupported", "format version 2"),
+        ("version-0", 3, 0, "Unsupported", "format version 0"),
         ("element-type", 4, 200, "Unsupported", "element type number 200"),
         ("level", 5, 4, "Unsupported", "level number 4"),
+        ("flag", 5, 0x21, "Unsupported", "level number 33"),
         ("chunk-size-9", 6, 9, "CorruptBlob", "impossible chunk size"),
         ("chunk-size-23", 6, 23, "CorruptBlob", "impossible chunk size"),
         ("dimensions", 7, 65, "CorruptBlob", "number of dimensions"),
@@ -110,7 +113,7 @@ def refused(rng):
         return assemble(dtype, (count,), [chunk], bytes(count))
 
     yield "empty-chunk", of_chunk(b""), "CorruptBlob", "ends inside a plane"
-    yield "mode", of_chunk(b"\5"), "CorruptBlob", "unknown mode"
+    yield "mode-without-flag", of_chunk(b"\5"), "CorruptBlob", "unknown mode"
     yield "raw", of_chunk(bytes(600)), "CorruptBlob", "ends inside a raw plane"
     yield "left-over", of_chunk(b"\1\7\7"), "CorruptBlob", "more bytes than its planes"
     yield "constant", of_chunk(b"\1"), "CorruptBlob", "ends inside a constant plane"
@@ -187,11 +190,11 @@ def refused_rounded(rng):
     values = (rng.standard_normal(700) * 0.02).astype("<f4")
     values[::100] = np.nan
     data = values.view("<u2")[1::2].tobytes()
-    blob = encode_1(data, "BF16", (7, 100), precision=codec.Precision(2, 64))
+    blob = codec.encode_raw(data, "BF16", (7, 100), precision=codec.Precision(2, 64))
     words, normalizers, gaps, kept = sections_of(blob)
 
     def plain(array, dtype):
-        return encode_1(array.tobytes(), dtype, array.shape)
+        return codec.encode_raw(array.tobytes(), dtype, array.shape)
 
     yield "rounded-cut-to-27", blob[:27], "CorruptBlob", "shorter than a header"
     yield "rounded-cut-header", blob[:37], "CorruptBlob", "ends inside the header"
@@ -200,7 +203,7 @@ def refused_rounded(rng):
     yield "rounded-check", replaced(blob, 24, b"\0\0\0\0"), "CorruptBlob", "checksum"
     yield "rounded-digest", with_lossy_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "do not have the digest"
     for name, at, new, error, part in (
-        ("version", 3, [3], "Unsupported", "version 3 of lossy blobs"),
+        ("version", 3, [2], "Unsupported", "version 2 of lossy blobs"),
         ("element-type", 4, [200], "Unsupported", "not known"),
         ("element-type-integer", 4, [13], "CorruptBlob", "impossible rounding"),
         ("mantissa-bits", 5, [7], "CorruptBlob", "impossible rounding"),
@@ -239,8 +242,8 @@ def refused_rounded(rng):
     yield "rounded-blocks", with_sections(blob, sections_of(blob), block=100), "CorruptBlob", "unexpected content"
 
 
-def accepted_2(rng):
-    """Name, blob, decoded bytes and, for differences, the base's bytes, of version 2."""
+def accepted_kinds(rng):
+    """Name, blob, decoded bytes and the base's bytes or None, of data that suit transforms and modes above 4."""
 
     def bf16(values):
         return (np.asarray(values, "<f4").view("<u4") >> 16).astype("<u2")
@@ -260,15 +263,15 @@ def accepted_2(rng):
         "repeated": ("I32", np.tile(np.arange(500, dtype="<i4"), 6)),
         "ids": ("I64", np.minimum(rng.zipf(1.4, 3000), 30_000).astype("<i8")),
     }
-    kinds = [(f"2-{dtype}-{name}", dtype, data.tobytes(), None) for name, (dtype, data) in kinds.items()]
+    kinds = [(f"{dtype}-{name}", dtype, data.tobytes(), None) for name, (dtype, data) in kinds.items()]
     zeros = bf16(weights * (rng.random(3000) < 0.4)).tobytes()
-    kinds.append(("2-BF16-zeros", "BF16", zeros, None))
+    kinds.append(("BF16-zeros", "BF16", zeros, None))
     for dtype, convert in {"BF16": bf16, "F16": np.float16, "F32": np.float32, "F64": np.float64}.items():
         pair = [np.ascontiguousarray(convert(values)).tobytes() for values in (moved, weights)]
-        kinds.append((f"2-{dtype}-difference", dtype, *pair))
+        kinds.append((f"{dtype}-difference", dtype, *pair))
     counts = rng.integers(0, 1 << 30, 3000)
     near = counts + (rng.random(3000) < 0.1)
-    kinds.append(("2-I32-difference", "I32", near.astype("<i4").tobytes(), counts.astype("<i4").tobytes()))
+    kinds.append(("I32-difference", "I32", near.astype("<i4").tobytes(), counts.astype("<i4").tobytes()))
     for name, dtype, data, base in kinds:
         count = len(data) // BY_NAME[dtype].number_bytes
         for level in LEVELS:
@@ -281,12 +284,12 @@ def accepted_2(rng):
     )
     for level in LEVELS:
         blob = codec.encode_raw(data, "BF16", (1 << 14,), level=level, base=base)
-        yield f"2-BF16-classes-{level}", blob, data, base
+        yield f"BF16-classes-{level}", blob, data, base
     data = np.concatenate(
         (np.tril(np.ones((64, 64), "u1")).ravel(), np.zeros(70_000, "u1"), np.ones(9, "u1"))
     ).tobytes()
     for level in LEVELS:
-        yield f"2-BOOL-long-runs-{level}", codec.encode_raw(data, "BOOL", (len(data),), level=level), data, None
+        yield f"BOOL-long-runs-{level}", codec.encode_raw(data, "BOOL", (len(data),), level=level), data, None
     values = rng.standard_normal(1 << 14) * 0.02
     for value, share in ((0.0, 0.06), (-0.0, 0.03), (1.0, 0.02)):
         values[rng.random(1 << 14) < share] = value
@@ -295,48 +298,32 @@ def accepted_2(rng):
         name = "one-sign" if data is moments else "repeated"
         for level in LEVELS:
             blob = codec.encode_raw(data.tobytes(), dtype, (1 << 14,), level=level)
-            yield f"2-{dtype}-{name}-{level}", blob, data.tobytes(), None
+            yield f"{dtype}-{name}-{level}", blob, data.tobytes(), None
 
 
-def assemble_2(dtype, shape, chunks, data, *, flags=0x40, base=b"", chunk_log2=18):
-    """A blob of version 2 of given chunks, which stand for as many parts of `data`."""
-    step = BY_NAME[dtype].number_bytes << chunk_log2
-    checks = b"".join(struct.pack("<Q", check_of(data[i * step : (i + 1) * step])) for i in range(len(chunks)))
-    start = b"NWT" + bytes((2, BY_NAME[dtype].code, 1 | flags, chunk_log2, len(shape)))
-    index = b"".join(map(varint, shape)) + base + b"".join(struct.pack("<I", len(chunk)) for chunk in chunks) + checks
-    return with_check(start + xxhash.xxh3_128_digest(checks) + bytes(4) + index + b"".join(chunks))
-
-
-def refused_2(rng):
-    """Name, blob, error and a part of its message, of version 2."""
-    data = tensor_data("BF16", 600, "weights", rng)
-    blob = codec.encode_raw(data, "BF16", (600,))
-    at = codec.info(blob).chunk_offsets[0]
-    yield "2-check", replaced(blob, at + 400, [blob[at + 400] ^ 1]), "CorruptBlob", "do not have the digest"
-    yield "2-digest", with_check(replaced(blob, 8, bytes(16))), "CorruptBlob", "digest does not fit its checks"
-    yield "2-cut-index", blob[:34], "CorruptBlob", "ends inside the index of chunks"
-    yield "2-level", with_check(replaced(blob, 5, [4])), "Unsupported", "level number 4"
-    yield "2-flag", with_check(replaced(blob, 5, [0x21])), "Unsupported", "level number 33"
+def refused_modes(rng):
+    """Name, blob, error and a part of its message of every blob with a damaged transform or mode above 4."""
 
     def of_chunk(chunk, dtype="U8", count=64):
-        return assemble_2(dtype, (count,), [bytes(chunk)], bytes(count * BY_NAME[dtype].number_bytes))
+        data = bytes(count * BY_NAME[dtype].number_bytes)
+        return assemble(dtype, (count,), [bytes(chunk)], data, cpu_modes=True)
 
     nibbles = b"\0" + bytes(16)
-    yield "2-mode", of_chunk(b"\x0a"), "CorruptBlob", "unknown mode"
-    yield "2-palette-bytes", of_chunk(b"\7\0\0\0\1\0"), "CorruptBlob", "one-byte elements"
-    yield "2-halves-bytes", of_chunk(b"\x08\1\0\1\0"), "CorruptBlob", "one-byte elements"
-    yield "2-palette-number", of_chunk(b"\7\1\0\0\1\0\1\2", "U16"), "CorruptBlob", "lacks a value"
-    yield "2-palette-cut", of_chunk(b"\7\xff\0\0\1", "U16"), "CorruptBlob", "ends inside a palette"
-    yield "2-sparse-low-bits", of_chunk(b"\6\0" + b"\0" + bytes(15) + b"\1\1\1"), "CorruptBlob", "does not have"
-    yield "2-sparse-beyond", of_chunk(b"\6\0\0" + bytes(15) + b"\x80\1\1", count=63), "CorruptBlob", "does not have"
-    yield "2-sparse-rest", of_chunk(b"\6\0\0" + bytes(15) + b"\x10"), "CorruptBlob", "ends inside a plane"
-    yield "2-sparse-left-over", of_chunk(b"\6\0" + nibbles + b"\1\1"), "CorruptBlob", "more bytes than its planes"
+    yield "mode", of_chunk(b"\x0a"), "CorruptBlob", "unknown mode"
+    yield "palette-bytes", of_chunk(b"\7\0\0\0\1\0"), "CorruptBlob", "one-byte elements"
+    yield "halves-bytes", of_chunk(b"\x08\1\0\1\0"), "CorruptBlob", "one-byte elements"
+    yield "palette-number", of_chunk(b"\7\1\0\0\1\0\1\2", "U16"), "CorruptBlob", "lacks a value"
+    yield "palette-cut", of_chunk(b"\7\xff\0\0\1", "U16"), "CorruptBlob", "ends inside a palette"
+    yield "sparse-low-bits", of_chunk(b"\6\0" + b"\0" + bytes(15) + b"\1\1\1"), "CorruptBlob", "does not have"
+    yield "sparse-beyond", of_chunk(b"\6\0\0" + bytes(15) + b"\x80\1\1", count=63), "CorruptBlob", "does not have"
+    yield "sparse-rest", of_chunk(b"\6\0\0" + bytes(15) + b"\x10"), "CorruptBlob", "ends inside a plane"
+    yield "sparse-left-over", of_chunk(b"\6\0" + nibbles + b"\1\1"), "CorruptBlob", "more bytes than its planes"
     deep = b"".join(b"\6\0" for _ in range(9)) + b"\1\0"
-    yield "2-too-deep", of_chunk(deep), "CorruptBlob", "too deep"
-    yield "2-transform-of-bytes", of_chunk(b"\x11\1\0"), "CorruptBlob", "unknown mode"
-    yield "2-sparse-chunk-of-words", of_chunk(b"\x10\0\0" + nibbles, "U16"), "CorruptBlob", "unknown mode"
-    yield "2-difference-without-base", of_chunk(b"\x12\1\0\0", "U16"), "CorruptBlob", "unknown mode"
-    yield "2-classes-without-base", of_chunk(b"\x13" + bytes(10), "U16"), "CorruptBlob", "unknown mode"
+    yield "too-deep", of_chunk(deep), "CorruptBlob", "too deep"
+    yield "transform-of-bytes", of_chunk(b"\x11\1\0"), "CorruptBlob", "unknown mode"
+    yield "sparse-chunk-of-words", of_chunk(b"\x10\0\0" + nibbles, "U16"), "CorruptBlob", "unknown mode"
+    yield "difference-without-base", of_chunk(b"\x12\1\0\0", "U16"), "CorruptBlob", "unknown mode"
+    yield "classes-without-base", of_chunk(b"\x13" + bytes(10), "U16"), "CorruptBlob", "unknown mode"
     for name, pairs, part in (
         ("none", [], "impossible number of runs"),
         ("many", [4] * 17, "impossible number of runs"),
@@ -348,8 +335,8 @@ def refused_2(rng):
         )
         for shift in (8, 0):
             runs += b"\0" + bytes(p >> shift & 255 for p in pairs)
-        yield f"2-runs-{name}", of_chunk(runs), "CorruptBlob", part
-    yield "2-runs-of-words", of_chunk(b"\x14\0\1\1\0\0", "U16"), "CorruptBlob", "unknown mode"
+        yield f"runs-{name}", of_chunk(runs), "CorruptBlob", part
+    yield "runs-of-words", of_chunk(b"\x14\0\1\1\0\0", "U16"), "CorruptBlob", "unknown mode"
     listed = b"\x01\x00\x00\x80\x01\x00"  # a symbol, a value, a coarse symbol
     for name, chunk, part in (
         ("raw-bits", b"\x09\x87\2\1\1\1", "impossible raw bits"),
@@ -364,65 +351,60 @@ def refused_2(rng):
         ("too-few", b"\x09\x86\2\1\1\1" + listed + b"\1" + bytes(5) + bytes(48) + b"\1\0", "lacks a value"),
         ("left-over", b"\x09\x86\2\1\1\1" + listed + b"\1" + bytes(5) + bytes(48) + b"\1\1", "left over"),
     ):
-        yield f"2-joint-{name}", of_chunk(chunk, "U16"), "CorruptBlob", part
-    yield "2-joint-bytes", of_chunk(b"\x09" + bytes(20)), "CorruptBlob", "one-byte elements"
+        yield f"joint-{name}", of_chunk(chunk, "U16"), "CorruptBlob", part
+    yield "joint-bytes", of_chunk(b"\x09" + bytes(20)), "CorruptBlob", "one-byte elements"
     steep = b"\5\0\1\1\0\0\2"
-    yield "2-steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
-    yield "2-steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"
-    yield "2-steep-states", of_chunk(steep + b"\xff\1" + bytes(6) + bytes(128)), "CorruptBlob", "out of range"
+    yield "steep-sum", of_chunk(steep + b"\xff\2" + bytes(6)), "CorruptBlob", "does not add up to 256"
+    yield "steep-zero", of_chunk(steep + b"\0\xff" + bytes(6)), "CorruptBlob", "does not add up to 256"
+    yield "steep-states", of_chunk(steep + b"\xff\1" + bytes(6) + bytes(128)), "CorruptBlob", "out of range"
+
+
+class Golden:
+    """The files and their manifest, while they are made."""
+
+    def __init__(self):
+        self.manifest = {"accept": {}, "refuse": {}}
+        for folder in (*self.manifest, "bases"):
+            shutil.rmtree(HERE / folder, ignore_errors=True)
+            (HERE / folder).mkdir()
+
+    def put(self, folder, name, blob, entry):
+        """Write a blob of a new name."""
+        assert name not in self.manifest[folder], name
+        (HERE / folder / f"{name}.nwt").write_bytes(blob)
+        self.manifest[folder][name] = entry
+
+    def accept(self, name, blob, data, **more):
+        """Write a blob that must decode to `data`."""
+        header = codec.info(blob)
+        about = {"dtype": header.dtype, "shape": list(header.shape), "level": header.level}
+        self.put("accept", name, blob, {**about, "sha256": hashlib.sha256(data).hexdigest(), **more})
+
+    def refuse(self, blobs):
+        """Write blobs that must be refused."""
+        for name, blob, error, part in blobs:
+            self.put("refuse", name, blob, {"error": error, "message": part})
 
 
 def main():
+    golden = Golden()
     rng = np.random.default_rng(SEED)
-    manifest = {"accept": {}, "refuse": {}}
-    for folder in manifest:
-        shutil.rmtree(HERE / folder, ignore_errors=True)
-        (HERE / folder).mkdir()
     for name, blob, data in accepted(rng):
-        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
-        header = codec.info(blob)
-        manifest["accept"][name] = {
-            "dtype": header.dtype,
-            "shape": list(header.shape),
-            "level": header.level,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-    for name, blob, error, part in refused(rng):
-        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
-        manifest["refuse"][name] = {"error": error, "message": part}
+        golden.accept(name, blob, data)
+    golden.refuse(refused(rng))
     rng = np.random.default_rng(SEED + 1)
     for name, source, blob, rounding in rounded(rng):
-        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
-        header, data = codec.info(blob), codec.decode_raw(blob, path="python")
-        entry = {
-            "dtype": header.dtype,
-            "shape": list(header.shape),
-            "level": header.level,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        manifest["accept"][name] = entry | ({"source": source, "rounding": rounding} if source else {})
-    for name, blob, error, part in refused_rounded(rng):
-        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
-        manifest["refuse"][name] = {"error": error, "message": part}
+        more = {"source": source, "rounding": rounding} if source else {}
+        golden.accept(name, blob, codec.decode_raw(blob, path="python"), **more)
+    golden.refuse(refused_rounded(rng))
     rng = np.random.default_rng(SEED + 2)
-    (HERE / "bases").mkdir(exist_ok=True)
-    for name, blob, data, base in accepted_2(rng):
-        (HERE / "accept" / f"{name}.nwt").write_bytes(blob)
-        header = codec.info(blob)
-        entry = {
-            "dtype": header.dtype,
-            "shape": list(header.shape),
-            "level": header.level,
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        manifest["accept"][name] = entry
+    for name, blob, data, base in accepted_kinds(rng):
+        kind = name.rsplit("-", 1)[0]
         if base is not None:
-            entry["base"] = name.rsplit("-", 1)[0]
-            (HERE / "bases" / entry["base"]).write_bytes(base)
-    for name, blob, error, part in refused_2(rng):
-        (HERE / "refuse" / f"{name}.nwt").write_bytes(blob)
-        manifest["refuse"][name] = {"error": error, "message": part}
-    (HERE / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+            (HERE / "bases" / kind).write_bytes(base)
+        golden.accept(name, blob, data, **({} if base is None else {"base": kind}))
+    golden.refuse(refused_modes(rng))
+    (HERE / "manifest.json").write_text(json.dumps(golden.manifest, indent=1) + "\n")
 
 
 if __name__ == "__main__":

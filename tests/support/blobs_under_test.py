@@ -7,7 +7,8 @@ import numpy as np
 import xxhash
 
 from netweight import codec
-from netweight.codec.header import BY_CODE, BY_NAME, varint
+from netweight.codec.header import BY_CODE, BY_NAME, HAS_BASE, HAS_CPU_MODES, VERSION, varint
+from netweight.codec.numpy_codec import check_of
 from netweight.codec.numpy_rans import write_rans, write_wide
 from netweight.codec.numpy_tables import Split, histogram, table, wide_table
 
@@ -17,10 +18,13 @@ LEVELS = ("fast", "default", "high", "max")
 # ---- putting blobs together ------------------------------------------------------------------------------------------
 
 
-def assemble(dtype, shape, chunks, data, *, level=1, chunk_log2=18):
-    """A blob of given chunks; `data` is what they stand for."""
-    fields = (b"NWT", 1, BY_NAME[dtype].code, level, chunk_log2, len(shape), xxhash.xxh3_128_digest(data))
-    index = b"".join(struct.pack("<I", len(chunk)) for chunk in chunks)
+def assemble(dtype, shape, chunks, data, *, cpu_modes=False, chunk_log2=18):
+    """A blob of given chunks, which stand for as many parts of `data`; `cpu_modes` sets the flag for modes above 4."""
+    step = BY_NAME[dtype].number_bytes << chunk_log2
+    checks = b"".join(struct.pack("<Q", check_of(data[i * step : (i + 1) * step])) for i in range(len(chunks)))
+    level = 1 | (HAS_CPU_MODES if cpu_modes else 0)
+    fields = (b"NWT", VERSION, BY_NAME[dtype].code, level, chunk_log2, len(shape), xxhash.xxh3_128_digest(checks))
+    index = b"".join(struct.pack("<I", len(chunk)) for chunk in chunks) + checks
     shape = b"".join(map(varint, shape))
     return with_check(struct.pack("<3sBBBBB16s", *fields) + bytes(4) + shape + index + b"".join(chunks))
 
@@ -41,8 +45,8 @@ def index_of(blob):
             at, shift = at + 1, shift + 7
         elements *= value
     chunks = -(-(elements * element.bits // 8 // element.number_bytes) >> blob[6])
-    at += 16 if blob[3] > 1 and blob[5] & 128 else 0
-    end = at + (4 if blob[3] == 1 else 12) * chunks
+    at += 16 if blob[5] & HAS_BASE else 0
+    end = at + 12 * chunks
     return (at, at + 4 * chunks, end) if end <= len(blob) else None
 
 

@@ -165,7 +165,7 @@ def test_the_layout_names_where_things_lie():
 def test_rows_are_decoded_from_their_chunks_alone(width, chunk_log2, dtype):
     rows = 80_000 // width
     weight = torch.randn(rows, width, generator=torch.Generator().manual_seed(width)).to(dtype)
-    blob = on_devices.placed(codec.encode(weight, chunk_log2=chunk_log2, version=1), "cpu")
+    blob = on_devices.placed(codec.encode(weight, chunk_log2=chunk_log2, gpu_modes=True), "cpu")
     layout, status = cuda.layout_of(blob), torch.zeros(1, dtype=torch.int32)
     ids = torch.tensor([[0, rows - 1], [rows // 3, 0]], dtype=torch.int32)
     assert torch.equal(cuda.decode_rows(blob, layout, ids, status), weight[ids])

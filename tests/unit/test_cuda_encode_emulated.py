@@ -2,12 +2,14 @@
 
 import re
 import struct
-from itertools import pairwise
 
+import emulated_kernels
 import numpy as np
 import pytest
 import torch
+from blobs_on_devices import decoded as decoded_on_devices
 from blobs_under_test import KINDS, tensor_data
+from decoder_by_the_document import decode as by_the_document
 from emulated_encoding import emulate, guarded_bytes, guarded_tensor
 from emulated_kernels import KERNELS
 from hypothesis import given
@@ -18,8 +20,9 @@ from netweight import codec
 from netweight.codec.backend import best
 from netweight.codec.cuda import encoding
 from netweight.codec.header import TORCH_NAMES, HeaderWriter, read_header, torch_dtype
+from netweight.codec.numpy_codec import check_of
 from netweight.codec.numpy_tables import costs, gains
-from netweight.errors import OutOfMemory, Unsupported, UsageError
+from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 DTYPES = [name for name, torch_name in TORCH_NAMES.items() if torch_name is not None and hasattr(torch, torch_name)]
 RAW, CONSTANT, PACKED, RANS = range(4)
@@ -33,7 +36,7 @@ def emulated(monkeypatch):
 def same(tensor, **options):
     """Asserts that a tensor's blob is the CPU's, and returns it."""
     blob = encoding.encode(tensor, **options).numpy().tobytes()
-    assert blob == codec.encode(tensor, **options, version=1)
+    assert blob == codec.encode(tensor, **options, gpu_modes=True)
     return blob
 
 
@@ -76,7 +79,7 @@ def test_sizes_at_which_streams_and_samples_change(count):
 
 def test_several_chunks_in_several_waves(monkeypatch):
     rng = np.random.default_rng(3)
-    whole = codec.encode(made("F32", 10_000, "weights", rng), chunk_log2=10, version=1)
+    whole = codec.encode(made("F32", 10_000, "weights", rng), chunk_log2=10, gpu_modes=True)
     tensor = codec.decode(whole)
     for scratch in (1, 100_000, 1 << 28):
         monkeypatch.setattr(encoding, "SCRATCH_BYTES", scratch)
@@ -110,9 +113,9 @@ def test_any_tensor_has_the_bytes_of_the_cpu(name, kind, count, level, chunk_log
 
 
 def test_real_weights(data_folder):
-    for name, tensor in list(load_file(data_folder / "weights" / "mtcnn_rnet.safetensors").items())[:12]:
+    for tensor in list(load_file(data_folder / "weights" / "mtcnn_rnet.safetensors").values())[:12]:
         same(tensor)
-        assert encoding.encode(tensor.bfloat16()).numpy().tobytes() == codec.encode(tensor.bfloat16(), version=1), name
+        same(tensor.bfloat16())
 
 
 def test_nothing_depends_on_the_order_of_threads(monkeypatch):
@@ -204,50 +207,83 @@ def test_logarithms_are_those_of_the_cpu():
         assert [int(number) for number in numbers.split(",") if number.strip()] == expected[:128].tolist()
 
 
-# ---- digests ---------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+SIZES = [*range(1, 40), 63, 64, 65, 100, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024]
 
 
-def test_digests_of_all_lengths(monkeypatch):
+@pytest.mark.parametrize("backwards", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1024, 2048, 8192])
+def test_checks_of_chunks_are_those_of_the_cpu(chunk_bytes, backwards):
+    """Whole chunks, and last ones of any length: one number, parts of 4 and of 256 bytes, more than are read ahead."""
+    rng = np.random.default_rng(chunk_bytes)
+    for chunks, last in [(1, size) for size in SIZES] + [(2, 2047), (3, 1), (3, 250), (2, 1024 + 256)]:
+        data = rng.integers(0, 256, (chunks - 1) * chunk_bytes + min(last, chunk_bytes), np.uint8)
+        checks = emulated_kernels.guarded(np.full(chunks, 0xA5, np.uint64), alignment=8)
+        arguments = [emulated_kernels.guarded(data, alignment=4), len(data), chunk_bytes, checks]
+        emulated_kernels.launch("check_chunks.cu", "check_chunks", chunks, 64, arguments, backwards=backwards)
+        parts = [data[start : start + chunk_bytes] for start in range(0, len(data), chunk_bytes)]
+        assert checks.tolist() == [best.check_of(part) for part in parts] == [check_of(part) for part in parts]
+
+
+def test_digests_of_any_number_of_checks():
     rng = np.random.default_rng(0)
-    monkeypatch.setattr(encoding, "SCRATCH_BYTES", 1)
-    for count in [*range(1, 250, 3), 256, 1024, 1025, 1088, 1089, 2048, 2049, 4096, 5000]:
-        same(made("U8", count, "noise", rng), chunk_log2=10)
+    for count in [*range(1, 34), 127, 128, 129, 130]:  # short texts, and those of one KiB and more
+        same(made("U8", 1024 * count - int(rng.integers(0, 1024)), "constant", rng), chunk_log2=10)
 
 
-def test_a_blob_without_digest():
-    tensor = torch.randn(5000).bfloat16()
-    blob, whole = encoding.encode(tensor, digest=False).numpy(), codec.encode(tensor, version=1)
-    assert not blob[8:24].any()
-    assert blob[28:].tobytes() == whole[28:]
-    assert torch.equal(codec.decode(blob), tensor)  # its header check fits
-
-
-@pytest.mark.parametrize("count", [3, 200, 5000])
-def test_a_digest_that_comes_later(count, monkeypatch):
-    monkeypatch.setattr(encoding, "SCRATCH_BYTES", 1)
-    tensor = made("F32", count, "weights", np.random.default_rng(count))
-    blob, whole = encoding.encode(tensor, digest=False, chunk_log2=10), codec.encode(tensor, chunk_log2=10, version=1)
-    assert encoding.with_digest(blob).numpy().tobytes() == whole
-    assert encoding.with_digest(blob, tensor).numpy().tobytes() == whole
-    monkeypatch.undo()
-    assert encoding.with_digest(blob).numpy().tobytes() == whole
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_blob_of_version_2_would_need_the_checks_of_its_chunks_and_nothing_else(dtype):
-    tensor = torch.randn(40_000, generator=torch.Generator().manual_seed(0)).to(dtype)
-    blob = bytes(encoding.encode(tensor, chunk_log2=12).numpy())
+def without_checks(blob):
+    """A blob as the GPU writes it when it leaves out the checks."""
     header = read_header(blob)
     writer = HeaderWriter(header.element, header.shape, header.level, header.chunk_log2)
-    numbers = tensor.view(torch.uint8).numpy()
-    step = header.element.number_bytes << header.chunk_log2
-    chunks = [
-        writer.add((blob[start:end], best.check_of(numbers[index * step : (index + 1) * step]), 0, False))
-        for index, (start, end) in enumerate(pairwise(header.chunk_starts))
-    ]
-    second = b"".join([writer.header(), *chunks])
-    assert codec.info(second).version == 2
-    assert torch.equal(codec.decode(second, check=True), tensor)
+    writer.lengths = np.diff(header.chunk_starts).tolist()
+    writer.checks = [0] * len(writer.lengths)
+    return writer.header() + blob[header.chunk_starts[0] :]
+
+
+def test_a_blob_without_checks():
+    tensor = torch.randn(5000).bfloat16()
+    blob, whole = encoding.encode(tensor, checks=False).numpy(), codec.encode(tensor, gpu_modes=True)
+    assert blob.tobytes() == without_checks(whole)
+    assert torch.equal(codec.decode(blob), tensor)  # its header is sound
+    with pytest.raises(CorruptBlob, match="do not have the digest"):
+        codec.decode(blob, check=True)
+
+
+@pytest.mark.parametrize("count", [1, 3, 200, 5000])
+def test_checks_that_come_later(count, monkeypatch):
+    tensor = made("F32", count, "weights", np.random.default_rng(count))
+    blob = encoding.encode(tensor, checks=False, chunk_log2=10)
+    whole = codec.encode(tensor, chunk_log2=10, gpu_modes=True)
+    assert encoding.with_checks(blob).numpy().tobytes() == whole
+    assert encoding.with_checks(blob, tensor).numpy().tobytes() == whole
+    monkeypatch.undo()
+    assert encoding.with_checks(blob).numpy().tobytes() == whole
+
+
+def test_checks_that_come_later_to_thousands_of_chunks():
+    tensor = made("U8", 4_500_000, "constant", np.random.default_rng(1))
+    whole = codec.encode(tensor, chunk_log2=10, gpu_modes=True)
+    blob = torch.frombuffer(bytearray(without_checks(whole)), dtype=torch.uint8)
+    assert encoding.with_checks(blob, tensor).numpy().tobytes() == whole
+
+
+def test_checks_of_nothing():
+    whole = codec.encode(torch.empty(0, 3))
+    blob = torch.frombuffer(bytearray(whole), dtype=torch.uint8)
+    assert encoding.with_checks(blob).numpy().tobytes() == whole
+
+
+@pytest.mark.parametrize("name", ["BF16", "F32", "U8"])
+@pytest.mark.parametrize("count", [1, 1023, 1025, 5001])
+def test_every_decoder_reads_and_checks_the_blob(name, count):
+    data = tensor_data(name, count, "weights", np.random.default_rng(count))
+    blob = bytes(encoding.encode(guarded_tensor(data, torch_dtype(name)), chunk_log2=10).numpy())
+    assert not read_header(blob).cpu_modes
+    for path in (*codec.available_paths(), "python"):
+        assert codec.decode_raw(blob, check=True, path=path).tobytes() == data
+    assert by_the_document(blob) == data
+    assert decoded_on_devices(blob, "cpu") == data
 
 
 # ---- payloads --------------------------------------------------------------------------------------------------------
@@ -256,10 +292,10 @@ def test_a_blob_of_version_2_would_need_the_checks_of_its_chunks_and_nothing_els
 @pytest.mark.parametrize("spare", [0, 1, 500])
 def test_a_payload(spare):
     tensor = (torch.randn(40, 100) * 0.02).bfloat16()
-    whole = codec.encode(tensor, version=1)
+    whole = codec.encode(tensor, gpu_modes=True)
     payload = guarded_bytes(8 + len(whole) + spare)
     status = torch.zeros(1, dtype=torch.int32)
-    encoding.encode_into(tensor, payload, digest=True, status=status)
+    encoding.encode_into(tensor, payload, checks=True, status=status)
     assert payload.numpy().tobytes() == struct.pack("<Q", len(whole)) + whole + bytes(spare)
     assert status.item() == 0
 
@@ -267,21 +303,21 @@ def test_a_payload(spare):
 @pytest.mark.parametrize("missing", [1, 700, 10**6])
 def test_a_payload_that_is_too_small(missing):
     tensor = (torch.randn(4, 1000) * 0.02).bfloat16()
-    whole = codec.encode(tensor, chunk_log2=10, version=1)
+    whole = codec.encode(tensor, chunk_log2=10, gpu_modes=True)
     payload = guarded_bytes(max(8, 8 + len(whole) - missing))
     status = torch.full((1,), 4, dtype=torch.int32)
-    encoding.encode_into(tensor, payload, digest=True, chunk_log2=10, status=status)
+    encoding.encode_into(tensor, payload, checks=True, chunk_log2=10, status=status)
     assert status.item() == 5
     assert not payload.any()
     with pytest.raises(UsageError, match=f"a blob of {len(whole)} needs {len(whole) + 8}"):
-        encoding.encode_into(tensor, payload, digest=True, chunk_log2=10)
+        encoding.encode_into(tensor, payload, checks=True, chunk_log2=10)
 
 
 def test_the_largest_blob_is_noise():
     rng = np.random.default_rng(0)
     for name in ("U8", "BF16", "F32", "F64"):
         tensor = made(name, 5000, "noise", rng)
-        assert len(codec.encode(tensor, chunk_log2=10, version=1)) == encoding.largest_blob(tensor, chunk_log2=10)
+        assert len(codec.encode(tensor, chunk_log2=10, gpu_modes=True)) == encoding.largest_blob(tensor, chunk_log2=10)
 
 
 # ---- the host's part -------------------------------------------------------------------------------------------------
@@ -291,7 +327,7 @@ def test_what_the_hosts_encoder_does():
     tensor = (torch.randn(5000) * 0.02).bfloat16()
     same(tensor, level="max")
     same(torch.empty(0, 1 << 40))
-    whole = codec.encode(tensor, level="max", version=1)
+    whole = codec.encode(tensor, level="max", gpu_modes=True)
     payload = guarded_bytes(len(whole) + 20)
     encoding.encode_into(tensor, payload, level="max")
     assert payload.numpy().tobytes() == struct.pack("<Q", len(whole)) + whole + bytes(12)

@@ -25,7 +25,7 @@ def made(name, count, kind, seed):
 def same(tensor, **options):
     blob = cuda.encode(tensor, **options)
     assert blob.device == tensor.device
-    assert blob.cpu().numpy().tobytes() == codec.encode(tensor, **options, version=1)
+    assert blob.cpu().numpy().tobytes() == codec.encode(tensor, **options, gpu_modes=True)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -58,15 +58,15 @@ def test_views():
 
 def test_decoding_gives_the_tensor_back():
     tensor = (torch.randn(2048, 2048, device="cuda") * 0.02).bfloat16()
-    blob = cuda.encode(tensor, digest=False)
+    blob = cuda.encode(tensor, checks=False)
     assert torch.equal(cuda.decode(blob, cuda.layout_of(blob)), tensor)
-    assert cuda.with_digest(blob).cpu().numpy().tobytes() == codec.encode(tensor, version=1)
-    assert cuda.with_digest(blob, tensor).cpu().numpy().tobytes() == codec.encode(tensor, version=1)
+    assert cuda.with_checks(blob).cpu().numpy().tobytes() == codec.encode(tensor, gpu_modes=True)
+    assert cuda.with_checks(blob, tensor).cpu().numpy().tobytes() == codec.encode(tensor, gpu_modes=True)
 
 
 def test_a_payload_is_filled_without_waiting_and_follows_the_stream():
     tensor = (torch.randn(1024, 1024) * 0.02).bfloat16()
-    whole = codec.encode(tensor, version=1)
+    whole = codec.encode(tensor, gpu_modes=True)
     on_gpu, status = torch.zeros_like(tensor, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     source, payload = tensor.cuda(), torch.full((8 + len(whole) + 77,), 5, dtype=torch.uint8, device="cuda")
     cuda.encode(on_gpu)  # the kernels are loaded
@@ -75,7 +75,7 @@ def test_a_payload_is_filled_without_waiting_and_follows_the_stream():
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)  # the copy is late, and encoding has to wait for it
         on_gpu.copy_(source)
-        cuda.encode_into(on_gpu, payload, digest=True, status=status)
+        cuda.encode_into(on_gpu, payload, checks=True, status=status)
         assert not stream.query()
     stream.synchronize()
     assert payload.cpu().numpy().tobytes() == struct.pack("<Q", len(whole)) + whole + bytes(77)

@@ -20,7 +20,7 @@ import netweight
 from netweight import codec
 from netweight.codec import cuda
 from netweight.codec.cuda import encoding, launching
-from netweight.codec.header import torch_dtype
+from netweight.codec.header import read_index, torch_dtype
 from netweight.errors import CorruptBlob, OutOfMemory, UsageError
 from netweight.methods.compress.runtime import cuda as device
 from netweight.methods.compress.runtime import fsdp, storage
@@ -181,7 +181,7 @@ def test_training_encodes_on_the_device(counts):
                 optimizer.step()
     assert not differing(dense, model)
     assert counts.waited == counts.looked == 0
-    assert not any(any(blob_of(layer.weight.payload)[8:24]) for layer in model)  # no digests
+    assert not any(read_index(blob_of(layer.weight.payload)).checks.any() for layer in model)
 
 
 def test_layerwise_training_is_that_of_the_dense_model(counts):
@@ -275,14 +275,14 @@ def test_a_backward_pass_that_fails_leaves_no_gradient_to_the_next(counts):
     assert not differing(dense, model)
 
 
-def test_what_leaves_the_device_has_its_digest(counts, tmp_path):
+def test_what_leaves_the_device_has_its_checks(counts, tmp_path):
     dense, model = pair(stack, torch.bfloat16)
     with torch.no_grad():
         for m in (dense, model):
             m[0].weight.add_(1)
     weight = model[0].weight
-    assert not any(blob_of(weight.payload)[8:24])
-    expected = codec.encode(dense[0].weight, chunk_log2=weight.stored.chunk_log2, version=1)  # as devices write it
+    assert not read_index(blob_of(weight.payload)).checks.any()
+    expected = codec.encode(dense[0].weight, chunk_log2=weight.stored.chunk_log2, gpu_modes=True)  # as devices write it
     assert bytes(weight.stored.blob) == expected
     assert bytes(blob_of(weight.to("cpu", copy=True).payload)) == expected
     assert bytes(blob_of(pickle.loads(pickle.dumps(weight)).payload)) == expected
@@ -313,9 +313,9 @@ def test_level_max_and_settings_go_to_the_encoder(counts):
     weight = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     for level, chunk_log2 in (("fast", 10), ("max", None), ("default", 12)):
         box = CompressedStorage.of(weight, level=level, chunk_log2=chunk_log2)
-        assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=box.chunk_log2, version=1)
+        assert bytes(box.blob) == codec.encode(weight, level=level, chunk_log2=box.chunk_log2, gpu_modes=True)
         box.write(weight * 2)
-        assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=box.chunk_log2, version=1)
+        assert bytes(box.blob) == codec.encode(weight * 2, level=level, chunk_log2=box.chunk_log2, gpu_modes=True)
     assert counts.looked == 0
 
 
@@ -359,7 +359,7 @@ def test_a_weight_that_outgrows_its_payload(counts):
 )
 def test_layouts_of_what_was_encoded_here_are_those_that_one_would_read(dtype, shape, chunk_log2):
     tensor = torch.zeros(shape, dtype=torch_dtype(dtype))
-    encoded = codec.encode(tensor, chunk_log2=chunk_log2, version=1)
+    encoded = codec.encode(tensor, chunk_log2=chunk_log2, gpu_modes=True)
     blob = torch.from_numpy(np.frombuffer(encoded, np.uint8).copy())
     made, read = cuda.layout_of_encoded(blob, tensor, chunk_log2=chunk_log2), cuda.layout_of(blob)
     assert made == read
@@ -384,7 +384,7 @@ def test_pieces_of_a_gather_are_decoded_in_one_launch(counts, monkeypatch):
     assert same(dense, weight)
     assert launched == ["decode_chunks"]
     assert counts.looked == counts.waited == 0
-    pieces[1, 106] = 200  # the mode of its first plane
+    pieces[1, 114] = 200  # the mode of its first plane
     fsdp._decode_all(pieces, *described, torch.bfloat16, dense)
     with pytest.raises(CorruptBlob):
         netweight.check_device()
@@ -567,7 +567,7 @@ def test_without_kernels_the_cpu_decodes_and_encodes(counts, monkeypatch):
         assert_steps_alike(dense, model, x)
     assert counts.chunks == []
     assert device._decoders == {}
-    assert any(blob_of(model[0].weight.payload)[8:24])  # the host's encoder gives a digest
+    assert read_index(blob_of(model[0].weight.payload)).checks.all()  # the host's encoder writes them
     netweight.check_device()
     damage(model)
     for _ in range(2):  # each decoding is checked

@@ -128,7 +128,7 @@ def test_blobs_encoded_on_the_gpu_are_the_hosts_when_they_leave_it():
     with torch.no_grad():
         tensor.mul_(2)
     chunk_log2 = device.chunk_log2_of(weight.numel())
-    assert bytes(tensor.stored.blob) == codec.encode(weight * 2, version=1, chunk_log2=chunk_log2)
+    assert bytes(tensor.stored.blob) == codec.encode(weight * 2, gpu_modes=True, chunk_log2=chunk_log2)
     assert same(tensor.cpu().dense(), (weight * 2).cpu())
 
 

@@ -51,8 +51,8 @@ class BlobInfo:
         nbytes: Bytes of the tensor when decoded.
         level: The level it was encoded with: "fast", "default", "high" or "max".
         digest: Digest of the tensor: "xxh3-chunks:" and 32 hexadecimal digits, which `digest_of` makes of its bytes;
-            of lossy blobs and of version 1 "xxh3-128:" and XXH3-128 of the bytes.
-        version: Version of the format.
+            of lossy blobs "xxh3-128:" and XXH3-128 of the bytes.
+        version: Version of the format, 1.
         chunk_log2: Binary logarithm of the numbers in a chunk (two per element for complex types).
         chunk_offsets: Where each chunk starts in the blob, and where the last one ends.
         mantissa_bits: Bits of the mantissa that a lossy blob keeps, 0 to 6; None for lossless ones. `digest` is that of
@@ -118,8 +118,8 @@ def encode_raw(
     chunk_log2: int | None = None,
     precision: Precision | None = None,
     path: str = "auto",
-    version: int = VERSION,
     base: Any = None,
+    gpu_modes: bool = False,
 ) -> bytes:
     """`encode` of contiguous little-endian bytes and safetensors' name of a dtype; or, with a precision, rounded."""
     number = checked_level(level, chunk_log2)
@@ -132,15 +132,19 @@ def encode_raw(
         raise UsageError(
             "A rounded tensor cannot be stored as a difference from a base.", cure="Leave out one of the two."
         )
+    if base is not None and gpu_modes:
+        raise UsageError(
+            "GPU kernels do not decode differences from a base.", cure="Leave out one of base and gpu_modes."
+        )
     with in_our_words("a tensor of type %s and shape %s", dtype, dims):
         source, other = bytes_of(buffer), _bytes_or_none(base)
         if rounding is not None:
             rounded = lossy.encode(
-                source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path, version=version
+                source, dims, rounding, level=number, chunk_log2=log2, threads=threads, path=path, gpu_modes=gpu_modes
             )
             if rounded is not None:
                 return rounded
-        return codec_for(path).encode(source, dtype, dims, number, log2, threads, path, version, other)
+        return codec_for(path).encode(source, dtype, dims, number, log2, threads, path, other, gpu_modes)
 
 
 def encode(
@@ -150,8 +154,8 @@ def encode(
     threads: int = 1,
     chunk_log2: int | None = None,
     path: str = "auto",
-    version: int = VERSION,
     base: torch.Tensor | np.ndarray[Any, Any] | None = None,
+    gpu_modes: bool = False,
 ) -> bytes:
     """Compress a tensor of any dtype and shape, bit for bit.
 
@@ -163,15 +167,17 @@ def encode(
         chunk_log2: Binary logarithm of the numbers per chunk, 10 to 22; None for 18 (17 for types of four bytes and
             more).
         path: Code path, one of `available_paths()`, "python", or "auto". The bytes do not depend on it.
-        version: Version of the format: 2, or 1 for GPUs and older releases.
         base: A tensor of the same dtype and shape of which this one is a later state, such as the model that was
             fine-tuned: differences from it are stored where they are smaller, and `decode` needs it again.
+        gpu_modes: Use only what the GPU kernels decode: no transforms and no modes above 4 (docs/format.md). Without,
+            a blob of zeros, few values or counts is smaller, and may have to be decoded on the CPU.
 
     Returns:
         The blob; `decode` gives the tensor back.
 
     Raises:
-        UsageError: An option is out of its range, or the base has another dtype or shape.
+        UsageError: An option is out of its range, the base has another dtype or shape, or there are both a base and
+            `gpu_modes`.
         Unsupported: The codec has no such element type.
     """
     data, name, shape = content_of(tensor)
@@ -184,7 +190,15 @@ def encode(
                 cure="Encode tensors without a counterpart without a base.",
             )
     return encode_raw(
-        data, name, shape, level=level, threads=threads, chunk_log2=chunk_log2, path=path, version=version, base=other
+        data,
+        name,
+        shape,
+        level=level,
+        threads=threads,
+        chunk_log2=chunk_log2,
+        path=path,
+        base=other,
+        gpu_modes=gpu_modes,
     )
 
 
@@ -249,11 +263,10 @@ def info(blob: Blob, *, size: int | None = None) -> BlobInfo:
     with in_our_words("a blob"):
         if _is_lossy(source):
             return _lossy_info(lossy.read_header(source))
-        dtype, shape, nbytes, level, chunk_log2, digest, starts, _, version, base = best.read_header(source, size)
-    named = named_digest(digest, version)
-    base_digest = named_digest(base, version) if base else None
+        dtype, shape, nbytes, level, chunk_log2, digest, starts, _, base = best.read_header(source, size)
+    named, base_digest = named_digest(digest), named_digest(base) if base else None
     return BlobInfo(
-        dtype, tuple(shape), nbytes, LEVELS[level], named, version, chunk_log2, tuple(starts), base_digest=base_digest
+        dtype, tuple(shape), nbytes, LEVELS[level], named, VERSION, chunk_log2, tuple(starts), base_digest=base_digest
     )
 
 
@@ -269,7 +282,7 @@ def digest_of(buffer: Any, dtype: str, *, chunk_log2: int | None = None) -> str:
     element, data = element_type(dtype), as_bytes(bytes_of(buffer))
     step = element.number_bytes << (chunk_log2 or element.default_chunk_log2)
     checks = [best.check_of(data[start : start + step]) for start in range(0, len(data), step)]
-    return named_digest(digest_of_checks(checks), VERSION)
+    return named_digest(digest_of_checks(checks))
 
 
 def is_lossy(blob: Blob) -> bool:
@@ -289,8 +302,8 @@ def _lossy_info(header: lossy.LossyHeader) -> BlobInfo:
         header.shape,
         header.nbytes,
         LEVELS[level],
-        named_digest(header.digest, 1),
-        header.version,
+        f"xxh3-128:{header.digest.hex()}",
+        VERSION,
         chunk_log2,
         tuple(header.words_start + start for start in starts),
         rounding.mantissa_bits,
@@ -314,7 +327,7 @@ def decode(blob: Blob, *, threads: int = 1, check: bool = False, path: str = "au
     Args:
         blob: See `info`.
         threads: Threads to decode with, at least 1.
-        check: Also compare what was decoded with the stored checks, or with the digest for version 1 and lossy blobs.
+        check: Also compare what was decoded with the stored checks, or with the digest of a lossy blob.
         path: See `encode`.
         base: The tensor that the blob was encoded against, or its bytes; ignored by blobs that stand alone.
 
@@ -551,7 +564,7 @@ class ChunkEncoder:
     @property
     def digest(self) -> str:
         """The tensor's digest, as in `BlobInfo`, when all chunks were encoded."""
-        return named_digest(digest_of_checks(self._writer.checks), VERSION)
+        return named_digest(digest_of_checks(self._writer.checks))
 
 
 @final

@@ -41,17 +41,18 @@ class Codec(Protocol):
     def check_of(self, buffer: Any, /) -> int: ...
     def encode(
         self, buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int, threads: int, path: str,
-        version: int = ..., base: Any = ..., /,
+        base: Any = ..., gpu_modes: bool = ..., /,
     ) -> bytes: ...  # fmt: skip
     def encode_chunk(
         self, numbers: Any, dtype: str, level: int, path: str, base: Any = ..., /
     ) -> tuple[bytes, int, int, bool]: ...
     def encode_words(
-        self, words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, version: int, /
-    ) -> bytes: ...
+        self, words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str,
+        gpu_modes: bool = ..., /,
+    ) -> bytes: ...  # fmt: skip
     def read_header(
         self, blob: Any, size: int | None = ..., /
-    ) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, int, bytes]: ...
+    ) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, bytes]: ...
     def decode(
         self, blob: Any, threads: int, check: bool, path: str, base: Any = ..., /
     ) -> tuple[Bytes, str, tuple[int, ...]]: ...

@@ -210,9 +210,8 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 MAGIC = b"NWT"
-# This version is written unless version 1 is requested; both are read.
-VERSION = 2
-HAS_BASE, HAS_NEW_MODES = 0x80, 0x40  # flags beside the level
+VERSION = 1
+HAS_BASE, HAS_CPU_MODES = 0x80, 0x40  # flags beside the level
 # The marker, five fields of a byte, the digest (16 bytes) and the checksum (4 bytes).
 FIXED_HEADER = 28
 
@@ -298,13 +297,13 @@ def check_digest(content: Bytes, digest: bytes) -> None:
 
 
 def digest_of_checks(checks: Sequence[int]) -> bytes:
-    """The digest of a tensor in version 2, from the checks of its chunks."""
+    """The digest of a tensor, from the checks of its chunks."""
     return xxhash.xxh3_128_digest(np.array(checks, "<u8").tobytes())
 
 
-def named_digest(digest: bytes, version: int) -> str:
-    """A digest with the name of its algorithm."""
-    return f"{'xxh3-128' if version == 1 else 'xxh3-chunks'}:{digest.hex()}"
+def named_digest(digest: bytes) -> str:
+    """A digest of checks with the name of its algorithm."""
+    return f"xxh3-chunks:{digest.hex()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,19 +319,17 @@ class Header:
     chunk_log2: int
     """Binary logarithm of the numbers in a chunk."""
     digest: bytes
-    """Version 1: xxh3-128 of the tensor's bytes; 2: of the checks; most significant byte first."""
+    """XXH3-128 of the checks, most significant byte first."""
     nbytes: int
     """Size of the tensor in bytes."""
     chunk_starts: tuple[int, ...]
     """Offsets of the chunks in the blob; the last entry is the blob's size."""
-    version: int = 1
-    """Version of the blob's format."""
-    new_modes: bool = False
-    """True if a decoder of version 1's chunks cannot read some chunk."""
+    checks: tuple[int, ...]
+    """The check of every chunk's numbers, made of rounds of AES."""
+    cpu_modes: bool = False
+    """True if some chunk has a transform or a mode that the GPU kernels do not decode."""
     base_digest: bytes = b""
     """Digest of the base tensor that the blob stores differences from; empty if there is none."""
-    checks: tuple[int, ...] = ()
-    """The check of every chunk's numbers, made of rounds of AES; version 1 has none."""
 
     @property
     def numbers(self) -> int:
@@ -342,14 +339,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The chunks of a blob of version 2."""
+    """The chunks of a blob."""
 
     lengths: npt.NDArray[np.uint32]
     """Bytes of each chunk."""
     checks: npt.NDArray[np.uint64]
     """Check of each chunk's numbers."""
-    new_modes: bool
-    """True if a decoder of version 1's chunks cannot read some chunk."""
+    cpu_modes: bool
+    """True if some chunk has a transform or a mode that the GPU kernels do not decode."""
     start: int
     """Offset of the first chunk in the blob."""
 
@@ -369,18 +366,18 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
     reader = Reader(as_bytes(blob))
     size = len(reader.data) if size is None else size
     fixed, element, shape, nbytes, base_digest, chunks = _read_start(reader, size)
-    version, level = fixed[3], fixed[5]
+    flags = fixed[5]
     lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
-    checks = reader.take(8 * chunks, "the index of chunks").view("<u8").tolist() if version > 1 else []
+    checks = reader.take(8 * chunks, "the index of chunks").view("<u8").tolist()
     check_header(fixed, reader)
-    if version > 1 and digest_of_checks(checks) != fixed[8:24]:
+    if digest_of_checks(checks) != fixed[8:24]:
         raise corrupt("the header's digest does not fit its checks")
     starts = (reader.at, *(reader.at + np.cumsum(lengths, dtype=np.int64)).tolist())
     if starts[-1] != size:
         raise corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
-    new_modes = version > 1 and bool(level & HAS_NEW_MODES)
+    cpu_modes = bool(flags & HAS_CPU_MODES)
     return Header(
-        element, shape, level & 3, fixed[6], fixed[8:24], nbytes, starts, version, new_modes, base_digest, tuple(checks)
+        element, shape, flags & 3, fixed[6], fixed[8:24], nbytes, starts, tuple(checks), cpu_modes, base_digest
     )
 
 
@@ -390,14 +387,14 @@ def read_index(blob: Any) -> Index:
     fixed, *_, chunks = _read_start(reader, len(reader.data))
     lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
     checks = reader.take(8 * chunks, "the index of chunks").view("<u8")
-    return Index(lengths, checks, bool(fixed[5] & HAS_NEW_MODES), reader.at)
+    return Index(lengths, checks, bool(fixed[5] & HAS_CPU_MODES), reader.at)
 
 
 def index_end(beginning: Any, size: int) -> int:
     """Return the end of the index of a blob of `size` bytes, of which at least the first 1,024 are at hand."""
     reader = Reader(as_bytes(beginning))
-    fixed, *_, chunks = _read_start(reader, size)
-    return reader.at + chunks * (4 if fixed[3] == 1 else 12)
+    *_, chunks = _read_start(reader, size)
+    return reader.at + 12 * chunks
 
 
 def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[int, ...], int, bytes, int]:
@@ -406,12 +403,12 @@ def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[in
     version, code, level, chunk_log2, dimensions = fixed[3:8]
     if fixed[:3] != MAGIC:
         raise corrupt("it does not start with the marker NWT")
-    if version not in (1, VERSION):
-        raise Unsupported(f"format version {version} is newer than this release reads ({VERSION})")
+    if version != VERSION:
+        raise Unsupported(f"format version {version} is not known to this release, which reads version {VERSION}")
     element = BY_CODE.get(code)
     if element is None:
         raise Unsupported(f"element type number {code} is not known to this release")
-    flags = HAS_BASE | HAS_NEW_MODES if version > 1 else 0
+    flags = HAS_BASE | HAS_CPU_MODES
     if level & ~flags > 3:
         raise Unsupported(f"level number {level & ~flags} is not known to this release")
     if not 10 <= chunk_log2 <= 22:
@@ -420,9 +417,9 @@ def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[in
         raise corrupt("the header states an impossible number of dimensions")
     shape = tuple(reader.varint() for _ in range(dimensions))
     nbytes = tensor_bytes(element, shape)
-    base_digest = reader.take(16, "the header").tobytes() if level & flags & HAS_BASE else b""
+    base_digest = reader.take(16, "the header").tobytes() if level & HAS_BASE else b""
     chunks = -(-nbytes // element.number_bytes >> chunk_log2)
-    if chunks > (size - reader.at) // (4 if version == 1 else 12):
+    if chunks > (size - reader.at) // 12:
         raise corrupt("the data ends inside the index of chunks")
     return fixed, element, shape, nbytes, base_digest, chunks
 
@@ -439,12 +436,10 @@ class HeaderWriter:
     """0 fast, 1 default, 2 high, 3 max."""
     chunk_log2: int
     """Binary logarithm of the numbers in a chunk."""
-    version: int = VERSION
-    """Version of the blob's format."""
     has_base: bool = False
     """True if the chunks are differences from a base."""
-    new_modes: bool = False
-    """True if a decoder of version 1's chunks cannot read some chunk."""
+    cpu_modes: bool = False
+    """True if some chunk has a transform or a mode that the GPU kernels do not decode."""
     lengths: list[int] = field(default_factory=list)
     """Length of each chunk so far, in bytes."""
     checks: list[int] = field(default_factory=list)
@@ -454,21 +449,20 @@ class HeaderWriter:
 
     def add(self, encoded: tuple[bytes, int, int, bool]) -> bytes:
         """Take down and return the next chunk, as `backend.Codec.encode_chunk` returns it."""
-        chunk, check, base_check, new_modes = encoded
+        chunk, check, base_check, cpu_modes = encoded
         self.lengths.append(len(chunk))
         self.checks.append(check)
         self.base_checks.append(base_check)
-        self.new_modes |= new_modes
+        self.cpu_modes |= cpu_modes
         return chunk
 
-    def header(self, digest: bytes | None = None) -> bytes:
-        """The bytes before the chunks; `digest` is that of a tensor of version 1."""
-        flags = (HAS_BASE if self.has_base else 0) | (HAS_NEW_MODES if self.new_modes else 0)
-        fields = (self.version, self.element.code, self.level | flags, self.chunk_log2, len(self.shape))
-        start = MAGIC + bytes(fields) + (digest_of_checks(self.checks) if digest is None else digest)
+    def header(self) -> bytes:
+        """The bytes before the chunks."""
+        flags = (HAS_BASE if self.has_base else 0) | (HAS_CPU_MODES if self.cpu_modes else 0)
+        fields = (VERSION, self.element.code, self.level | flags, self.chunk_log2, len(self.shape))
+        start = MAGIC + bytes(fields) + digest_of_checks(self.checks)
         rest = b"".join(map(varint, self.shape)) + (digest_of_checks(self.base_checks) if self.has_base else b"")
-        rest += np.array(self.lengths, "<u4").tobytes()
-        rest += np.array(self.checks, "<u8").tobytes() if self.version > 1 else b""
+        rest += np.array(self.lengths, "<u4").tobytes() + np.array(self.checks, "<u8").tobytes()
         return start + checksum(start, rest) + rest
 
 

@@ -43,8 +43,7 @@ FIDELITIES = ("corrected", "reference")
 LOSSLESS_BITS = 7
 ROUNDABLE = {name: BY_NAME[name] for name in ("BF16", "F16", "F32")}
 MAGIC = b"NWL"
-# The version of the sections. Version 1 is read as well.
-VERSION = 2
+VERSION = 1
 # At most one weight in this many is stored exactly; with more, the tensor is not rounded at all.
 MOST_ESCAPES = 16
 _STEP = 1 << 20  # weights rounded at a time
@@ -188,8 +187,6 @@ def relative_bound(
 class LossyHeader:
     """Content of a lossy blob: its header, and its sections, which are blobs of their own."""
 
-    version: int
-    """Version of the lossy blob's format."""
     rounding: Rounding
     """How the weights were rounded."""
     shape: tuple[int, ...]
@@ -229,7 +226,7 @@ def encode(
     chunk_log2: int,
     threads: int,
     path: str,
-    version: int,
+    gpu_modes: bool,
 ) -> bytes | None:
     """Round a tensor's bytes and encode them; None if there are none, or too many weights must be kept exactly."""
     number, nbytes = rounding.element.number_bytes, tensor_bytes(rounding.element, tuple(shape))
@@ -264,15 +261,15 @@ def encode(
         return None
 
     def blob(array: npt.NDArray[Any], dtype: str) -> bytes:
-        return codec.encode(flat_bytes(array), dtype, [len(array)], level, 0, threads, path, version)
+        return codec.encode(flat_bytes(array), dtype, [len(array)], level, 0, threads, path, None, gpu_modes)
 
     sections = [
-        codec.encode_words(flat_bytes(words), rounding.mantissa_bits, level, chunk_log2, threads, path, version),
+        codec.encode_words(flat_bytes(words), rounding.mantissa_bits, level, chunk_log2, threads, path, gpu_modes),
         b"" if block is None else blob(normalizers, "U8"),
         blob(np.diff(exact, prepend=-1) - 1, "U64") if len(exact) else b"",
         blob(data.reshape(-1, number)[exact], rounding.element.name) if len(exact) else b"",
     ]
-    fields = (version, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
+    fields = (VERSION, rounding.element.code, rounding.mantissa_bits, FIDELITIES.index(rounding.fidelity), len(shape))
     fixed = MAGIC + bytes(fields) + digest.digest()
     rest = struct.pack("<d", worst) + b"".join(map(varint, (*shape, block or 0, *map(len, sections))))
     return b"".join((fixed, checksum(fixed, rest), rest, *sections))
@@ -283,8 +280,10 @@ def read_header(blob: Any) -> LossyHeader:
     reader = Reader(as_bytes(blob))
     fixed = take_fixed(reader)
     version, code, mantissa_bits, fidelity, dimensions = fixed[3:8]
-    if version not in (1, VERSION):
-        raise Unsupported(f"version {version} of lossy blobs is newer than this release reads ({VERSION})")
+    if version != VERSION:
+        raise Unsupported(
+            f"version {version} of lossy blobs is not known to this release, which reads version {VERSION}"
+        )
     element = BY_CODE.get(code)
     if element is None or fidelity >= len(FIDELITIES):
         raise Unsupported("its element type or arithmetic is not known to this release")
@@ -314,7 +313,7 @@ def read_header(blob: Any) -> LossyHeader:
         if not 1 <= size * MOST_ESCAPES <= count:
             raise corrupt("a section has the wrong size")
         _check_section(gaps, "U64", size)
-    return LossyHeader(version, rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)
+    return LossyHeader(rounding, shape, fixed[8:24], worst, words_start, words, normalizers, gaps, kept)
 
 
 def _rounding(dtype: str, mantissa_bits: int, block_size: int | None, fidelity: str) -> Rounding:

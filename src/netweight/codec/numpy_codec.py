@@ -21,18 +21,15 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from netweight.codec.header import (
     BY_NAME,
-    VERSION,
     Bytes,
     ElementType,
     Header,
     HeaderWriter,
     Reader,
     as_bytes,
-    check_digest,
     corrupt,
     element_type,
     memory_at,
@@ -40,7 +37,7 @@ from netweight.codec.header import (
     tensor_bytes,
 )
 from netweight.codec.header import read_header as header_of
-from netweight.codec.numpy_planes import VERSION_1, read_chunk, write_chunk, write_planes
+from netweight.codec.numpy_planes import FLAT, read_chunk, write_chunk, write_planes
 from netweight.codec.numpy_rans import Words
 from netweight.codec.numpy_tables import Counts, Integers
 
@@ -66,63 +63,62 @@ def pooled_array(size: int) -> Bytes:
 
 def encode(
     buffer: Any, dtype: str, shape: Sequence[int], level: int, chunk_log2: int, threads: int = 1, path: str = "python",
-    version: int = VERSION, base: Any = None,
+    base: Any = None, gpu_modes: bool = False,
 ) -> bytes:  # fmt: skip
     """Encode a tensor's bytes; level by number, chunk_log2 0 for the default."""
-    return _encode(buffer, element_type(dtype), shape, level, chunk_log2, version, base)
+    return _encode(buffer, element_type(dtype), shape, level, chunk_log2, base, gpu_modes)
 
 
 def encode_words(
-    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, version: int
+    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, gpu_modes: bool = False
 ) -> bytes:
     """Encode the words of a lossy blob: a U16 blob whose splits are those of floats."""
     element = replace(BY_NAME["U16"], exponent_bits=15 - mantissa_bits, mantissa_bits=mantissa_bits)
-    return _encode(words, element, [len(words) // 2], level, chunk_log2, version, None)
+    return _encode(words, element, [len(words) // 2], level, chunk_log2, None, gpu_modes)
 
 
 def _encode(
-    buffer: Any, element: ElementType, shape: Sequence[int], level: int, chunk_log2: int, version: int, base: Any
+    buffer: Any, element: ElementType, shape: Sequence[int], level: int, chunk_log2: int, base: Any, gpu_modes: bool
 ) -> bytes:
     data, other = as_bytes(buffer), None if base is None else as_bytes(base)
     if tensor_bytes(element, tuple(shape)) != len(data):
         raise ValueError("the buffer's size does not fit dtype and shape")
-    if version not in (1, VERSION) or (version == 1 and base is not None):
-        raise ValueError("version must be 2, or 1 without a base")
+    if gpu_modes and base is not None:
+        raise ValueError("GPU kernels do not decode differences from a base")
     if other is not None and len(other) != len(data):
         raise ValueError("the base has another size than the tensor")
     chunk_log2 = chunk_log2 or element.default_chunk_log2
-    writer = HeaderWriter(element, tuple(shape), level, chunk_log2, version, other is not None)
+    writer = HeaderWriter(element, tuple(shape), level, chunk_log2, other is not None)
     step, chunks = element.number_bytes << chunk_log2, []
     for start in range(0, len(data), step):
         numbers = data[start : start + step]
-        if version == 1:
-            encoded = (write_planes(numbers, element, level, VERSION_1), 0, 0, False)
+        if gpu_modes:
+            encoded = (write_planes(numbers, element, level, FLAT), check_of(numbers), 0, False)
         else:
             encoded = _chunk(numbers, element, level, None if other is None else other[start : start + step])
         chunks.append(writer.add(encoded))
-    digest = xxhash.xxh3_128_digest(data.data) if version == 1 else None
-    return b"".join((writer.header(digest), *chunks))
+    return b"".join((writer.header(), *chunks))
 
 
 def encode_chunk(
     numbers: Any, dtype: str, level: int, path: str = "python", base: Any = None
 ) -> tuple[bytes, int, int, bool]:
-    """Encode one chunk: its bytes, its check, that of the base's numbers, whether it has modes that version 1 lacks."""
+    """Encode one chunk: its bytes, its check, that of the base's numbers, whether GPU kernels cannot decode it."""
     return _chunk(as_bytes(numbers), element_type(dtype), level, None if base is None else as_bytes(base))
 
 
 def _chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, int, int, bool]:
-    chunk, new_modes = write_chunk(data, element, level, base)
+    chunk, cpu_modes = write_chunk(data, element, level, base)
     base_check = 0 if base is None else check_of(base)
-    return chunk, check_of(data), base_check, new_modes
+    return chunk, check_of(data), base_check, cpu_modes
 
 
 def read_header(
     blob: Any, size: int | None = None
-) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, int, bytes]:
-    """Type, shape, bytes, level, chunk_log2, digest, starts of chunks and the size, numbers, version, base's digest."""
+) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, bytes]:
+    """Type, shape, bytes, level, chunk_log2, digest, starts of chunks and the size, numbers, base's digest."""
     h = header_of(blob, size=size)
-    about = (h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers, h.version, h.base_digest)
+    about = (h.nbytes, h.level, h.chunk_log2, h.digest, h.chunk_starts, h.numbers, h.base_digest)
     return h.element.name, h.shape, *about
 
 
@@ -132,8 +128,6 @@ def decode(
     """A tensor's bytes, the name of its element type, its shape."""
     header = header_of(blob)
     out = decode_numbers(blob, 0, header.numbers, check=check, base=base)
-    if check and header.version == 1:
-        check_digest(out, header.digest)
     return out, header.element.name, header.shape
 
 
@@ -201,8 +195,8 @@ def _base_of(header: Header, base: Any, nbytes: int) -> Bytes | None:
 def _decode(header: Header, number: int, body: Bytes, base: Bytes | None, check: bool) -> Bytes:
     """The bytes of one chunk's numbers."""
     count = min(1 << header.chunk_log2, header.numbers - (number << header.chunk_log2))
-    numbers = read_chunk(Reader(body), header.element, count, header.new_modes, base)
-    if check and header.checks and check_of(numbers) != header.checks[number]:
+    numbers = read_chunk(Reader(body), header.element, count, header.cpu_modes, base)
+    if check and check_of(numbers) != header.checks[number]:
         reason = "the decoded bytes do not have the digest that was stored with them"
         raise corrupt(reason + (", or the base is another tensor" if header.base_digest else ""))
     return numbers

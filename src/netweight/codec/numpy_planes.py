@@ -45,9 +45,9 @@ SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = (
     18,
     19,
     20,
-)  # what a chunk of version 2 may begin with instead of a plane
-# How deep planes may be nested. Version 1 has no nested planes, and no modes after WIDE_RANS.
-NESTING, VERSION_1 = 8, -1
+)  # what a chunk may begin with instead of a plane
+# How deep planes may be nested. FLAT, for GPUs: there are no nested planes, and no modes after WIDE_RANS.
+NESTING, FLAT = 8, -1
 SAMPLES, MORE_SAMPLES = 64, 512
 # The fewest bytes per stream of a skewed plane, whose result would otherwise consist mostly of states.
 _LEAST_PER_STREAM = 1 << 12
@@ -62,32 +62,32 @@ _LEAST_OF_CLASSES = 1 << 14
 
 
 def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | None) -> tuple[bytes, bool]:
-    """A chunk of version 2, and whether a decoder of version 1 could not read it."""
-    chunk, new_modes = _write_body(data, element, level)
+    """A chunk, and whether it has a transform or a mode that the GPU kernels do not decode."""
+    chunk, cpu_modes = _write_body(data, element, level)
     numbers = data.view(f"<u{element.number_bytes}")
     if _goes_on(numbers, element):
         deltas = np.diff(numbers, prepend=numbers.dtype.type(0))
         trial = bytes((DELTA,)) + _write_body(deltas.view(np.uint8), element, level)[0]
         if len(trial) < len(chunk):
-            chunk, new_modes = trial, True
+            chunk, cpu_modes = trial, True
     if element.number_bytes == 1 and (runs := _write_runs(data, level)) and len(runs) < len(chunk):
-        chunk, new_modes = runs, True
+        chunk, cpu_modes = runs, True
     if base is not None:
         other = base.view(numbers.dtype)
         steps = _folded_steps(numbers, other, element)
         trial = bytes((DIFFERENCE,)) + _step_planes(steps, element, level)
         if len(trial) < len(chunk):
-            chunk, new_modes = trial, True
+            chunk, cpu_modes = trial, True
             if element.number_bytes == 2 and element.exponent_bits and len(numbers) >= _LEAST_OF_CLASSES:
                 chunk = min(chunk, bytes((CLASSES,)) + _write_classes(steps, other, element, level), key=len)
-    return chunk, new_modes
+    return chunk, cpu_modes
 
 
-def read_chunk(reader: Reader, element: ElementType, count: int, new_modes: bool, base: Bytes | None) -> Bytes:
+def read_chunk(reader: Reader, element: ElementType, count: int, cpu_modes: bool, base: Bytes | None) -> Bytes:
     """The bytes of a chunk of `count` numbers; `base` holds those of the base, if the blob has one."""
     first = int(reader.data[reader.at]) if reader.at < len(reader.data) else RAW
-    if not new_modes:
-        numbers = read_planes(reader, element, count, VERSION_1)
+    if not cpu_modes:
+        numbers = read_planes(reader, element, count, FLAT)
     elif first == DELTA and element.number_bytes > 1:
         reader.at += 1
         deltas = _read_body(reader, element, count).view(f"<u{element.number_bytes}")
@@ -111,19 +111,19 @@ def read_chunk(reader: Reader, element: ElementType, count: int, new_modes: bool
 def _write_body(data: Bytes, element: ElementType, level: int) -> tuple[bytes, bool]:
     """Planes, or what is left of wider numbers when their likeliest value is split off."""
     planes = _planes(data, element, level, NESTING, inner=False)
-    chunk, new_modes = b"".join(planes), any(plane[0] > WIDE_RANS for plane in planes)
+    chunk, cpu_modes = b"".join(planes), any(plane[0] > WIDE_RANS for plane in planes)
     if element.number_bytes < 4:
-        return chunk, new_modes
+        return chunk, cpu_modes
     numbers = data.view(f"<u{element.number_bytes}")
     probe = Probe.of(numbers)
     if not probe.often:
-        return chunk, new_modes
+        return chunk, cpu_modes
 
     def write_rest(rest: Integers) -> bytes:
         return b"".join(_planes(rest.view(np.uint8), element, level, NESTING - 1, inner=True))
 
     trial = bytes((SPARSE_CHUNK,)) + _sparse(numbers, probe.value, level, NESTING, write_rest)
-    return (trial, True) if len(trial) < len(chunk) else (chunk, new_modes)
+    return (trial, True) if len(trial) < len(chunk) else (chunk, cpu_modes)
 
 
 def _read_body(reader: Reader, element: ElementType, count: int) -> Bytes:
@@ -297,7 +297,7 @@ def write_plane(plane: Plane, data: Bytes, level: int, nesting: int) -> bytes:
 
 
 def _dense(plane: Plane, elements: Integers, level: int, skewed: bool) -> bytes:
-    """Raw, packed or entropy coded, and no larger than raw; in version 1 all that there is."""
+    """Raw, packed or entropy coded, and no larger than raw; for GPUs all that there is."""
     data, count = elements.view(np.uint8), len(elements)
     raw = bytes((RAW,)) + data.tobytes()
     packed = len(data)
@@ -332,7 +332,7 @@ def read_plane(reader: Reader, width: int, count: int, nesting: int) -> Integers
     """One plane: `count` unsigned elements of `width` bytes, 1 or 2."""
     mode = reader.number(1, "a plane")
     kind = np.dtype("u1" if width == 1 else "<u2")
-    if mode > JOINT or (mode > WIDE_RANS and nesting == VERSION_1):
+    if mode > JOINT or (mode > WIDE_RANS and nesting == FLAT):
         raise corrupt("a plane has an unknown mode")
     if mode > STEEP and nesting == 0:
         raise corrupt("planes lie too deep in planes")
@@ -411,7 +411,7 @@ class Probe:
 
 
 def _skewed(plane: Plane, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:
-    """A plane of skewed data in the mode of version 2 that suits it; None when none does."""
+    """A plane of skewed data in the mode that suits it; None when none does."""
     part = Plane(1, inner=True, split_off=plane.split_off)
     if plane.width == 2 and probe.few(2):
         values, index = np.unique(elements, return_inverse=True)

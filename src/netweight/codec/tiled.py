@@ -15,7 +15,6 @@ import numpy.typing as npt
 
 from netweight.codec.api import LEVELS, encode_raw
 from netweight.codec.header import (
-    VERSION,
     Bytes,
     HeaderWriter,
     as_bytes,
@@ -44,7 +43,7 @@ class TiledBlob:
         size: Bytes of the older blob.
 
     Raises:
-        UsageError: The older blob is of an earlier version of the format, or has a base.
+        UsageError: The older blob has a base.
     """
 
     def __init__(
@@ -64,8 +63,8 @@ class TiledBlob:
         self._placed = 0  # end of the new chunks in the older blob's memory
         if older is not None:
             header = read_header(older[:size])
-            if header.version != VERSION or header.base_digest:
-                raise UsageError("Only a blob of the current version, without a base, can be replaced by tiles.")
+            if header.base_digest:
+                raise UsageError("Only a blob without a base can be replaced by tiles.")
             self._index = read_index(older[:size])
             self._placed = self._index.start
             self._ends = self._placed + np.cumsum(self._index.lengths, dtype=np.int64)
@@ -100,16 +99,16 @@ class TiledBlob:
         level = LEVELS[self._header.level]
         blob = encode_raw(data, name, shape, level=level, threads=self._threads, chunk_log2=chunk_log2)
         index = read_index(blob)
-        self._note(index.lengths, index.checks, index.new_modes)
+        self._note(index.lengths, index.checks, index.cpu_modes)
         self._waiting.append(as_bytes(blob)[index.start :])
         if self._older is not None:
             self._place(self._older, int(self._ends[self._chunks - 1]))
 
-    def _note(self, lengths: npt.NDArray[Any], checks: npt.NDArray[Any], new_modes: bool) -> None:
+    def _note(self, lengths: npt.NDArray[Any], checks: npt.NDArray[Any], cpu_modes: bool) -> None:
         """Take down further chunks."""
         self._header.lengths += lengths.tolist()
         self._header.checks += checks.tolist()
-        self._header.new_modes |= new_modes
+        self._header.cpu_modes |= cpu_modes
         self._chunks += len(lengths)
 
     def _place(self, memory: Bytes, end: int) -> None:
@@ -134,7 +133,7 @@ class TiledBlob:
         if stop <= first:
             return
         start, end = int(self._ends[first] - self._index.lengths[first]), int(self._ends[stop - 1])
-        self._note(self._index.lengths[first:stop], self._index.checks[first:stop], self._index.new_modes)
+        self._note(self._index.lengths[first:stop], self._index.checks[first:stop], self._index.cpu_modes)
         if self._waiting:
             self._waiting.append(self._older[start:end].copy())
             self._place(self._older, end)

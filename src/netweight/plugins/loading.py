@@ -236,7 +236,7 @@ class Weights:
         if self._takes_fixed(name, stored.device) or len(blob) >= info.nbytes:
             return None
         chosen: Any = level
-        if info.version > 1 and self._is_mapped(stored):
+        if self._is_mapped(stored):
             payload = in_file(stored, name)
         else:
             with _naming(name):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Self, final
 from weakref import finalize
 
 import numpy as np
-import xxhash
 
 from netweight import codec
 from netweight.codec.backend import best
@@ -323,9 +322,7 @@ class StoredFile:
         self, names: Iterable[str] | None = None, *, threads: int = 1
     ) -> Iterator[tuple[str, int, Bytes | CorruptBlob]]:
         """Read tensors, all or the named ones, in pieces of a few megabytes: name, where the piece begins, bytes."""
-        # A damaged tensor gives its error in place of bytes, after which come only those of other tensors. The first
-        # version's tensors have one digest: for them the error comes at the end.
-        wholes: dict[str, Any] = {}
+        # A damaged tensor gives its error in place of bytes, after which come only those of other tensors.
         broken: set[str] = set()
         batches = self._batches(self.names() if names is None else names, broken)
         for done in in_order(lambda batch: self._parts(batch, broken), batches, threads):
@@ -335,16 +332,7 @@ class StoredFile:
                 if isinstance(content, CorruptBlob):
                     broken.add(name)
                     self._decoders.pop(name, None)  # its list of chunks may be long
-                    yield name, start, content
-                    continue
                 yield name, start, content
-                if self.description is not None and self._blob_info(name).version == 1:
-                    whole = wholes.setdefault(name, xxhash.xxh3_128())
-                    whole.update(content)
-                    original = self._original(name)
-                    if start + len(content) == original.nbytes and not original.digest.endswith(whole.hexdigest()):
-                        reason = f"{self.path}, tensor {name!r}: the decoded bytes do not have the recorded digest."
-                        yield name, start, CorruptBlob(reason, cure="Fetch or compress the file again.")
 
     def _batches(self, names: Iterable[str], broken: Container[str]) -> Iterator[list[tuple[str, int, int]]]:
         """Parts of tensors, together a few megabytes; a part is whole chunks, and an empty one if the header is bad.

@@ -218,7 +218,7 @@ class StoreWriter:
 
     def _place_of_equal(self, name: str, info: codec.BlobInfo) -> tuple[str, str] | None:
         """Return the place of an equal tensor; the first of its kind is remembered."""
-        if info.nbytes < LEAST or info.version == 1 or info.mantissa_bits is not None or name in self._same:
+        if info.nbytes < LEAST or info.mantissa_bits is not None or name in self._same:
             return None
         file, first = self._stored_tensors.setdefault(
             (info.digest, info.dtype, tuple(info.shape)), (self.path.name, name)

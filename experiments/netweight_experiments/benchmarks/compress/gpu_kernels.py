@@ -34,7 +34,7 @@ def measure(shape, chunk_log2, rounds, device):
     """Rates of decoding and encoding, and the ratio."""
     count = max(1, WORK // (2 * shape[0] * shape[1]))
     dense = [(torch.randn(shape, device=device) * 0.02).bfloat16() for _ in range(count)]
-    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, digest=False) for weight in dense]
+    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, checks=False) for weight in dense]
     layouts = [cuda.layout_of(blob) for blob in blobs]
     outs = [cuda.decode(blob, layout) for blob, layout in zip(blobs, layouts, strict=True)]
     for out, weight in zip(outs, dense, strict=True):
@@ -49,7 +49,7 @@ def measure(shape, chunk_log2, rounds, device):
 
     def encode():
         for weight in dense:
-            cuda.encode_into(weight, payload, chunk_log2=chunk_log2, status=status, digest=False)
+            cuda.encode_into(weight, payload, chunk_log2=chunk_log2, status=status, checks=False)
 
     nbytes = sum(weight.nbytes for weight in dense)
     rates = {name: rate(run, nbytes, rounds, device) for name, run in (("decode", decode), ("encode", encode))}
@@ -60,7 +60,7 @@ def one_launch(chunk_log2, rounds, device):
     """Rate of decoding the weights of a transformer's block together."""
     shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
     dense = [(torch.randn(shape, device=device) * 0.02).bfloat16() for shape in shapes]
-    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, digest=False) for weight in dense]
+    blobs = [cuda.encode(weight, chunk_log2=chunk_log2, checks=False) for weight in dense]
     plan = cuda.DecodePlan(blobs, [cuda.layout_of(blob) for blob in blobs])
     status = torch.zeros(1, dtype=torch.int32, device=device)
     found = rate(lambda: plan.decode(status), sum(weight.nbytes for weight in dense), rounds, device)

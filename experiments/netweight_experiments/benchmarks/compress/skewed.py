@@ -78,7 +78,7 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
     """Sizes, and medians of paired processor times, of netweight and its peers on one tensor."""
     raw, width = tensor.contiguous().view(-1).view(torch.uint8).numpy(), tensor.element_size()
     zstd = importlib.import_module("zstandard")
-    blobs = {version: codec.encode(tensor, version=version) for version in (1, 2)}
+    blob, for_gpus = codec.encode(tensor), codec.encode(tensor, gpu_modes=True)
     planes = [zstd.ZstdCompressor(level=3).compress(raw[i::width].tobytes()) for i in range(width)]
     out, joined = np.empty_like(raw), np.empty((len(raw) // width, width), np.uint8)
 
@@ -87,18 +87,18 @@ def measure(tensor: torch.Tensor, rounds: int) -> dict[str, Any]:
             joined[:, i] = np.frombuffer(zstd.ZstdDecompressor().decompress(plane), np.uint8)
 
     def ours(**options: Any) -> None:
-        codec.decode_into(blobs[2], out, **options)
+        codec.decode_into(blob, out, **options)
 
     work: dict[str, Callable[[], Any]] = {
         "decode": ours,
         "decode, checked": lambda: ours(check=True),
-        "decode, version 1": lambda: codec.decode_into(blobs[1], out),
+        "decode, GPU modes": lambda: codec.decode_into(for_gpus, out),
         "decode, portable": lambda: ours(path="portable"),
         "encode": lambda: codec.encode(tensor),
-        "encode, version 1": lambda: codec.encode(tensor, version=1),
+        "encode, GPU modes": lambda: codec.encode(tensor, gpu_modes=True),
         "decode, zstd": of_planes,
     }
-    sizes = {"netweight": len(blobs[2]), "version 1": len(blobs[1]), "zstd -3, planes": sum(map(len, planes))}
+    sizes = {"netweight": len(blob), "GPU modes": len(for_gpus), "zstd -3, planes": sum(map(len, planes))}
     if dtype_name(tensor.dtype) in DTYPES:
         peer = zipnn(dtype_name(tensor.dtype))
         stored = peer.compress(bytearray(raw))

@@ -17,7 +17,7 @@ from netweight.codec.cuda.encoding import encode as encode
 from netweight.codec.cuda.encoding import encode_into as encode_into
 from netweight.codec.cuda.encoding import largest_blob as largest_blob
 from netweight.codec.cuda.encoding import layout_of_encoded as layout_of_encoded
-from netweight.codec.cuda.encoding import with_digest as with_digest
+from netweight.codec.cuda.encoding import with_checks as with_checks
 from netweight.codec.cuda.launching import compile_all as compile_all
 from netweight.codec.cuda.launching import launch as launch
 from netweight.codec.cuda.launching import unavailable_because as unavailable_because

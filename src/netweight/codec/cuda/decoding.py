@@ -69,8 +69,8 @@ class BlobLayout:
     level: str
     starts: Tensor = field(repr=False, compare=False)
     """Offsets of the chunks and of the end of the last one: int64, shape `(chunks + 1,)`, on the blob's device."""
-    new_modes: bool = False
-    """True if some chunks have modes that the kernels do not support. They are decoded on the host."""
+    cpu_modes: bool = False
+    """True if some chunk has a transform or a mode that the kernels do not decode: the host decodes the blob."""
 
 
 def layout_of(blob: Tensor) -> BlobLayout:
@@ -104,12 +104,12 @@ def layout_of(blob: Tensor) -> BlobLayout:
         numbers=fields.numbers,
         chunk_log2=fields.chunk_log2,
         chunks=chunks,
-        index_at=fields.chunk_starts[0] - (4 if fields.version == 1 else 12) * chunks,
+        index_at=fields.chunk_starts[0] - 12 * chunks,
         payload_at=fields.chunk_starts[0],
         size=size,
         level=LEVELS[fields.level],
         starts=torch.from_numpy(np.array(fields.chunk_starts, np.int64)).to(blob.device),
-        new_modes=fields.new_modes,
+        cpu_modes=fields.cpu_modes,
     )
 
 
@@ -122,7 +122,7 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
     """
     _check_blob(blob, layout)
     out = _output(layout, blob.device) if out is None else _checked_output(out, layout, blob.device)
-    if layout.new_modes:
+    if layout.cpu_modes:
         return out.copy_(decode_on_host(blob.cpu()))
     own_status = torch.zeros(1, dtype=torch.int32, device=blob.device) if status is None else status
     if layout.chunks:
@@ -143,7 +143,7 @@ def decode_rows(blob: Tensor, layout: BlobLayout, ids: Tensor, status: Tensor) -
     `status`, which is as for `decode`, and leaves its part of the result undefined.
     """
     _check_blob(blob, layout)
-    if layout.new_modes or not layout.chunks:
+    if layout.cpu_modes or not layout.chunks:
         return None
     width = layout.numbers // layout.shape[0]
     across = 1 if (1 << layout.chunk_log2) % width == 0 else (width - 2 >> layout.chunk_log2) + 2
@@ -187,9 +187,10 @@ class DecodePlan:
         self._device = blobs[0].device
         for blob, layout in zip(blobs, layouts, strict=True):
             _check_blob(blob, layout)
-            if layout.new_modes:
+            if layout.cpu_modes:
                 raise Unsupported(
-                    "A plan decodes on one device.", cure="Decode blobs with modes of version 2 one by one."
+                    "A plan cannot contain blobs with modes or transforms that the GPU kernels do not decode.",
+                    cure="Decode them one by one, or encode them with gpu_modes=True.",
                 )
             if blob.device != self._device:
                 raise UsageError(f"A plan's blobs must lie on one device, not on {self._device} and {blob.device}.")

@@ -3,7 +3,7 @@
 `encode` makes a blob of exactly its size; `encode_into` fills a payload of fixed capacity and never waits for the GPU,
 which is what training wants. `EncodePlan` is everything that follows from dtype, shape and options alone. Chunks are
 encoded in waves, so that what is needed beside tensor and blob is bounded by `SCRATCH_BYTES`. The kernels are in
-kernels/encode.cu.
+kernels/encode.cu, and in kernels/check_chunks.cu for the checks of chunks.
 """
 
 from __future__ import annotations
@@ -16,12 +16,22 @@ from typing import final
 
 import numpy as np
 import torch
-import xxhash
 
 from netweight.codec import api
+from netweight.codec.backend import best
 from netweight.codec.cuda import launching
 from netweight.codec.cuda.decoding import BlobLayout, decode, layout_of
-from netweight.codec.header import BY_NAME, FIXED_HEADER, MAGIC, ElementType, checksum, dtype_name, varint
+from netweight.codec.header import (
+    BY_NAME,
+    FIXED_HEADER,
+    MAGIC,
+    VERSION,
+    ElementType,
+    checksum,
+    digest_of_checks,
+    dtype_name,
+    varint,
+)
 from netweight.codec.numpy_tables import Plane, sampling
 from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import OutOfMemory, UsageError
@@ -32,26 +42,26 @@ LENGTH_BYTES = 8  # before the blob in a payload
 
 # Threads and placers of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu.
 _THREADS, _PLACERS = 128, 1024
-_COPIERS = 8  # kCopiers in kernels/encode.cu
+_COPIERS, _FINISHERS = 8, 256  # kCopiers and kFinishers in kernels/encode.cu
+_CHECKERS = 64  # kColumns in kernels/check_chunks.cu
 # The address of a tensor is a multiple of so many bytes.
 _ALIGNMENT = 16
 # The shape of 64 dimensions whose product is below 2^62 takes at most 73 bytes of varints.
 _SHAPE_WORDS = 10
-_DIGEST_BLOCK = 1024  # kDigestBlock in kernels/digest.cuh
-_LONG_TEXT = 241  # kLongText there
 # The number of bytes that a plane may write beyond its elements before its encoding is stopped.
 _SLACK = 4096
 
 
 def encode(
-    tensor: torch.Tensor, *, level: str = "default", chunk_log2: int | None = None, digest: bool = True
+    tensor: torch.Tensor, *, level: str = "default", chunk_log2: int | None = None, checks: bool = True
 ) -> torch.Tensor:
     """Compress `tensor`, bit for bit, where it lies; `level` and `chunk_log2` as for `netweight.codec.encode`.
 
     The GPU encodes the levels "fast" and "default" of tensors on it. Higher levels, tensors without elements and those
     on the CPU, and GPUs for which `unavailable_because` has a reason, are the host's encoder's: the tensor is copied
-    there and the blob back. The blob, U8 of shape (size,), is the same either way. Without `digest` its 16 bytes are
-    zero on a GPU: such a blob is for memory only, and `with_digest` is to complete it before it goes anywhere else.
+    there and the blob back. The blob, U8 of shape (size,), is the same either way, that of `netweight.codec.encode`
+    with `gpu_modes`. Without `checks` those of its chunks are zero on a GPU: such a blob is for memory only, and
+    `with_checks` is to complete it before it goes anywhere else.
 
     Waits for the GPU once, to learn the blob's size. Needs memory for a blob of the tensor's size, `SCRATCH_BYTES` or
     what one chunk takes (about twice its bytes), and a copy of a tensor that is not contiguous or starts at an address
@@ -62,8 +72,8 @@ def encode(
         return _on_host(tensor, level, chunk_log2)
     with _named_shortage(tensor, plan):
         payload = _memory(LENGTH_BYTES + plan.bound, tensor.device)
-        small = _run(_source(tensor, plan), plan, payload, digest=digest, status=None, fill=False)
-        size = int(small.progress[0])
+        progress = _run(_source(tensor, plan), plan, payload, checks=checks, status=None, fill=False)
+        size = int(progress[0])
         return _memory(size, tensor.device).copy_(payload[LENGTH_BYTES : LENGTH_BYTES + size])
 
 
@@ -73,12 +83,12 @@ def encode_into(
     *,
     level: str = "default",
     chunk_log2: int | None = None,
-    digest: bool = False,
+    checks: bool = False,
     status: torch.Tensor | None = None,
 ) -> int:
     """Compress `tensor` into `payload`, U8: the blob's length in 8 bytes, little-endian, the blob, and zeros.
 
-    `level`, `chunk_log2` and `digest` as for `encode`; a capacity of `8 + largest_blob(tensor)` always suffices.
+    `level`, `chunk_log2` and `checks` as for `encode`; a capacity of `8 + largest_blob(tensor)` always suffices.
     Without a `status` the call waits for the blob's size, which it returns, and raises if the blob does not fit. With
     one, int32 of shape (1,) on the device, it returns 0 at once if the GPU encodes; a blob that does not fit leaves a
     length of 0 and ORs 1 into it. A GPU without memory is found out before the payload changes.
@@ -91,8 +101,8 @@ def encode_into(
     if plan is None:
         return _put(_on_host(tensor, level, chunk_log2), payload, status)
     with _named_shortage(tensor, plan):
-        small = _run(_source(tensor, plan), plan, payload, digest=digest, status=status, fill=True)
-    size, beyond = small.progress.tolist() if status is None else (0, 0)
+        progress = _run(_source(tensor, plan), plan, payload, checks=checks, status=status, fill=True)
+    size, beyond = progress.tolist() if status is None else (0, 0)
     if beyond:
         raise _too_small(payload, size)
     return int(size)
@@ -108,7 +118,7 @@ def layout_of_encoded(
 ) -> BlobLayout:
     """The layout of `blob`, U8, encoded with `level` and `chunk_log2` from a tensor `like` this; waits for nothing."""
     plan = EncodePlan.of(like, level, chunk_log2)
-    lengths = blob[plan.index_at : plan.payload_at].clone().view(torch.int32)  # the copy is aligned
+    lengths = blob[plan.index_at : plan.checks_at].clone().view(torch.int32)  # the copy is aligned
     starts = torch.full((plan.chunks + 1,), plan.payload_at, device=blob.device)
     starts[1:] += lengths.cumsum(0)
     return BlobLayout(
@@ -126,20 +136,19 @@ def layout_of_encoded(
     )
 
 
-def with_digest(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """A copy of `blob`, U8, with the digest that its encoder left out; of `tensor` if that is at hand, else decoded."""
+def with_checks(blob: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """A copy of `blob`, U8, with the checks that its encoder left out; of `tensor` if that is at hand, else decoded."""
     layout = layout_of(blob)
     if layout.numbers == 0 or not _has_kernels(blob.device):
-        return _sealed_on_host(blob, layout.payload_at)
+        return _sealed_on_host(blob, layout)
     if tensor is None:
         tensor = decode(blob, layout)
     plan = EncodePlan.of(tensor, layout.level, layout.chunk_log2)
     with _named_shortage(tensor, plan):
-        source, small = _source(tensor, plan), _Small.on(tensor.device)
-        for wave in plan.waves(SCRATCH_BYTES):
-            _launch("chain_digest", 1, [source, plan.nbytes, *_digest_arguments(source, wave, small)], threads=32)
+        checks = _checks_of(_source(tensor, plan), plan)
         sealed = _memory(blob.numel(), blob.device).copy_(blob)
-        _launch("seal_blob", 1, [sealed, layout.payload_at, small.digest], threads=32)
+        where = (layout.payload_at - 8 * layout.chunks, layout.payload_at)
+        _launch("seal_blob", 1, [sealed, *where, checks], threads=_FINISHERS)
     return sealed
 
 
@@ -155,12 +164,6 @@ class Wave:
     """The first one's number."""
     chunks: int
     """Number of chunks."""
-    last: bool
-    """True if the tensor ends with them."""
-    digest_from: int
-    """Offset of the wave's first block of the digest, in bytes."""
-    digest_blocks: int
-    """Number of digest blocks that the wave fills, without the tensor's last one, which may be partial."""
 
 
 @final
@@ -209,7 +212,7 @@ class EncodePlan:
     @property
     def start(self) -> int:
         """Bytes 0 to 7 of the header, as a number."""
-        fields = bytes((1, self.element.code, self.level, self.chunk_log2, len(self.shape)))
+        fields = bytes((VERSION, self.element.code, self.level, self.chunk_log2, len(self.shape)))
         return int.from_bytes(MAGIC + fields, "little")
 
     @property
@@ -224,9 +227,14 @@ class EncodePlan:
         return FIXED_HEADER + len(self.varints)
 
     @property
+    def checks_at(self) -> int:
+        """Offset of the chunks' checks in the blob."""
+        return self.index_at + 4 * self.chunks
+
+    @property
     def payload_at(self) -> int:
         """Offset of the first chunk in the blob."""
-        return self.index_at + 4 * self.chunks
+        return self.checks_at + 8 * self.chunks
 
     @property
     def bound(self) -> int:
@@ -251,15 +259,9 @@ class EncodePlan:
 
     def waves(self, scratch_bytes: int) -> Iterator[Wave]:
         """All chunks, as many at a time as find room in so many bytes of working memory, but one at least."""
-        chunk_bytes = self.element.number_bytes << self.chunk_log2
-        each = self.planes * (self.slot_bytes + self.work_bytes) + chunk_bytes // 16
-        at_once = max(1, scratch_bytes // each)
-        all_blocks = (self.nbytes - 1) // _DIGEST_BLOCK if self.nbytes >= _LONG_TEXT else 0
+        at_once = max(1, scratch_bytes // (self.planes * (self.slot_bytes + self.work_bytes)))
         for first in range(0, self.chunks, at_once):
-            chunks = min(at_once, self.chunks - first)
-            start = first * chunk_bytes
-            end = min(all_blocks, (start + chunks * chunk_bytes) // _DIGEST_BLOCK)
-            yield Wave(first, chunks, first + chunks == self.chunks, start, max(0, end - start // _DIGEST_BLOCK))
+            yield Wave(first, min(at_once, self.chunks - first))
 
 
 def _rounded_up(size: int) -> int:
@@ -277,23 +279,6 @@ def _plan(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> EncodePla
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and launching.unavailable_because() is None
-
-
-@dataclass(frozen=True, slots=True)
-class _Small:
-    """State that goes from kernel to kernel."""
-
-    progress: torch.Tensor
-    """Bytes of the blob so far, and whether it passed the payload's capacity: I64 of shape (2,)."""
-    state: torch.Tensor
-    """Accumulators of the digest: I64 of shape (8,)."""
-    digest: torch.Tensor
-    """I64 of shape (2,)."""
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Small:
-        words = _memory(8 * 12, device).view(torch.int64)
-        return cls(words[:2], words[2:10], words[10:])
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
@@ -324,19 +309,16 @@ def _source(tensor: torch.Tensor, plan: EncodePlan) -> torch.Tensor:
 def _launch(entry: str, grid: int, arguments: Sequence[torch.Tensor | int], *, threads: int = _THREADS) -> None:
     """Start a kernel where its first tensor is."""
     device = next(argument.device for argument in arguments if isinstance(argument, torch.Tensor))
-    file = "digest.cu" if entry in ("sum_digest_blocks", "chain_digest") else "encode.cu"
+    file = "check_chunks.cu" if entry == "check_chunks" else "encode.cu"
     launching.launch(file, entry, grid, threads, arguments, device=device)
 
 
-def _digest_arguments(source: torch.Tensor, wave: Wave, small: _Small) -> list[torch.Tensor | int]:
-    """Return the arguments of advance_digest for a wave: the sums of its blocks, and the position to continue at."""
-    # Without blocks, the kernel does not read this argument.
-    sums = small.state
-    if wave.digest_blocks:
-        sums = _memory(64 * wave.digest_blocks, source.device)
-        grid = -(-wave.digest_blocks // (_THREADS // 8))  # four blocks a warp
-        _launch("sum_digest_blocks", grid, [source[wave.digest_from :], wave.digest_blocks, sums])
-    return [sums, wave.digest_blocks, small.state, int(wave.first == 0), int(wave.last), small.digest]
+def _checks_of(source: torch.Tensor, plan: EncodePlan) -> torch.Tensor:
+    """The checks of all chunks: eight bytes each."""
+    checks = _memory(8 * plan.chunks, source.device)
+    chunk_bytes = plan.element.number_bytes << plan.chunk_log2
+    _launch("check_chunks", plan.chunks, [source, plan.nbytes, chunk_bytes, checks], threads=_CHECKERS)
+    return checks
 
 
 def _run(
@@ -344,25 +326,28 @@ def _run(
     plan: EncodePlan,
     payload: torch.Tensor,
     *,
-    digest: bool,
+    checks: bool,
     status: torch.Tensor | None,
     fill: bool,
-) -> _Small:
-    """Launch everything. With `fill`, zeros follow the blob."""
-    small = _Small.on(source.device)
+) -> torch.Tensor:
+    """Launch everything. With `fill`, zeros follow the blob.
+
+    Returned are the bytes of the blob, and whether they exceed the payload's capacity: I64 of shape (2,).
+    """
+    progress = _memory(16, source.device).view(torch.int64)
     blob, capacity = payload[LENGTH_BYTES:], payload.numel() - LENGTH_BYTES
     if status is None:
         status = torch.zeros(1, dtype=torch.int32, device=source.device)
+    found = _checks_of(source, plan) if checks else None
     room = None
     for wave in plan.waves(SCRATCH_BYTES):
         # The first wave is the largest, so its memory is enough for all.
         room = room or _Room.of(plan, wave.chunks * plan.planes, source.device)
-        _run_wave(source, plan, wave, blob, small, room, digest=digest)
+        _run_wave(source, plan, wave, blob, progress, room, found)
     grid = 1 + (min(256, -(-capacity // (1 << 16))) if fill else 0)
-    header = (plan.start, len(plan.varints), 4 * plan.chunks, *plan.shape_words)
-    what = (payload, blob, capacity, small.progress, status, int(digest), small.digest)
-    _launch("finish_blob", grid, [*what, *header])
-    return small
+    header = (plan.start, len(plan.varints), plan.checks_at, plan.payload_at, *plan.shape_words)
+    _launch("finish_blob", grid, [payload, blob, capacity, progress, status, *header], threads=_FINISHERS)
+    return progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,21 +365,25 @@ class _Room:
 
 
 def _run_wave(
-    source: torch.Tensor, plan: EncodePlan, wave: Wave, blob: torch.Tensor, small: _Small, room: _Room, *, digest: bool
+    source: torch.Tensor,
+    plan: EncodePlan,
+    wave: Wave,
+    blob: torch.Tensor,
+    progress: torch.Tensor,
+    room: _Room,
+    checks: torch.Tensor | None,
 ) -> None:
     """Encode a wave of chunks, give them their places, and copy them there."""
     items, capacity = wave.chunks * plan.planes, blob.numel()
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
     splits = list(Plane.head(plan.element).splits(plan.level))
     how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), sampling(plan.level))
-    # Without a digest, the kernel does not read these arguments.
-    chain: list[torch.Tensor | int] = [small.state, 0, small.state, 0, 0, small.digest]
-    if digest:
-        chain = _digest_arguments(source, wave, small)
     given = (room.slots, plan.slot_bytes, room.work, plan.work_bytes, room.sizes)
-    _launch("encode_planes", items + digest, [*what, *how, wave.first, *given, int(digest), *chain])
-    where = (blob, plan.index_at, plan.payload_at, capacity, small.progress, room.places)
-    _launch("place_planes", 1, [room.sizes, items, plan.planes, wave.first, *where], threads=_PLACERS)
+    _launch("encode_planes", items, [*what, *how, wave.first, *given])
+    # Without checks, the kernel does not read their memory.
+    index = (progress if checks is None else checks, int(checks is not None))
+    where = (blob, plan.index_at, plan.checks_at, plan.payload_at, capacity, progress, room.places)
+    _launch("place_planes", 1, [room.sizes, items, plan.planes, wave.first, *index, *where], threads=_PLACERS)
     pieces = (room.slots, plan.slot_bytes, room.sizes, room.places, blob, capacity)
     _launch("copy_planes", items * _COPIERS, [*what, wave.first, *pieces])
 
@@ -405,15 +394,18 @@ def _run_wave(
 def _on_host(tensor: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor:
     """The host's encoder's blob, on the tensor's device."""
     threads = torch.get_num_threads()
-    blob = api.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads, version=1)
+    blob = api.encode(tensor, level=level, chunk_log2=chunk_log2, threads=threads, gpu_modes=True)
     return torch.frombuffer(bytearray(blob), dtype=torch.uint8).to(tensor.device)
 
 
-def _sealed_on_host(blob: torch.Tensor, payload_at: int) -> torch.Tensor:
+def _sealed_on_host(blob: torch.Tensor, layout: BlobLayout) -> torch.Tensor:
     sealed = blob.cpu().clone()
-    data = sealed.numpy()
-    data[8:24] = np.frombuffer(xxhash.xxh3_128_digest(api.decode_raw(data).data), np.uint8)
-    check = checksum(data[:24].tobytes(), data[FIXED_HEADER:payload_at].tobytes())
+    data, numbers, end = sealed.numpy(), api.decode_raw(sealed), layout.payload_at
+    step = -(-layout.nbytes // max(layout.numbers, 1)) << layout.chunk_log2
+    checks = [best.check_of(numbers[at : at + step]) for at in range(0, len(numbers), step or 1)]
+    data[end - 8 * layout.chunks : end].view("<u8")[:] = checks
+    data[8:24] = np.frombuffer(digest_of_checks(checks), np.uint8)
+    check = checksum(data[:24].tobytes(), data[FIXED_HEADER:end].tobytes())
     data[24:28] = np.frombuffer(check, np.uint8)
     return sealed.to(blob.device)
 

@@ -1,7 +1,7 @@
-// XXH3 of 64 and 128 bits, seed 0: the digest of a tensor and the check of a header (docs/format.md).
+// XXH3 of 64 and 128 bits, seed 0: the digest of a tensor's checks and the check of a header (docs/format.md).
 //
 // The algorithm and its constants are those of xxHash (BSD 2-Clause, Yann Collet; see native/third_party). A long text is
-// hashed in blocks of 1 KiB. What a block adds to the eight accumulators does not depend on them, so the sums of all blocks
+// hashed in blocks of 1 KiB. What a block adds to the eight accumulators does not depend on them, so the sums of several blocks
 // are found side by side; only adding and scrambling go block by block, in the eight accumulators of one warp at once.
 // Functions named `long_` are for a whole warp, whose lane is accumulator lane & 7; the others are for any thread.
 #pragma once
@@ -11,6 +11,7 @@
 constexpr u64 kDigestBlock = 1024;  // bytes
 constexpr u32 kStripes = 16;        // of 64 bytes, in a block
 constexpr u64 kLongText = 241;      // bytes; shorter ones are hashed otherwise
+constexpr u32 kSumsAtOnce = 32;     // blocks whose sums are found side by side
 constexpr u32 kLastStripeKey = 121, kMergeLowKey = 11, kMergeHighKey = 117;  // places in the secret
 
 constexpr u64 kPrime32First = 0x9E3779B1u, kPrime32Second = 0x85EBCA77u, kPrime32Third = 0xC2B2AE3Du;
@@ -66,8 +67,6 @@ struct Text {
   u32 gap;
 
   NETWEIGHT_DEVICE Text of(const u8* at, u64 size) { return {at, size, size, 0}; }
-  __device__ __forceinline__ u64 byte(u64 i) const { return at[i + (i < gap_at ? 0 : gap)]; }
-  __device__ __forceinline__ u64 half(u64 i) const { return byte(i) | byte(i + 1) << 8 | byte(i + 2) << 16 | byte(i + 3) << 24; }
   __device__ __forceinline__ u64 word(u64 i) const { return word_across(at, gap_at, gap, i); }
 };
 
@@ -101,16 +100,8 @@ NETWEIGHT_DEVICE void mix_32(Hash128& h, const Text& text, u64 first, u64 second
 
 // ---- short texts -----------------------------------------------------------------------------------------------------
 
-NETWEIGHT_DEVICE Hash128 hash_1_to_3(const Text& text) {
-  const u32 size = static_cast<u32>(text.size);
-  const u32 low = static_cast<u32>(text.byte(0) << 16 | text.byte(size >> 1) << 24 | text.byte(size - 1)) | size << 8;
-  const u32 turned = __byte_perm(low, 0, 0x0123), high = turned << 13 | turned >> 19;
-  const u32 key[4] = {static_cast<u32>(secret_at(0)), static_cast<u32>(secret_at(4)), static_cast<u32>(secret_at(8)), static_cast<u32>(secret_at(12))};
-  return {older_avalanche(low ^ (key[0] ^ key[1])), older_avalanche(high ^ (key[2] ^ key[3]))};
-}
-
-NETWEIGHT_DEVICE Hash128 hash_4_to_8(const Text& text) {
-  const u64 keyed = (text.half(0) | text.half(text.size - 4) << 32) ^ (secret_at(16) ^ secret_at(24));
+NETWEIGHT_DEVICE Hash128 hash_8(const Text& text) {
+  const u64 keyed = text.word(0) ^ (secret_at(16) ^ secret_at(24));
   const u64 factor = kPrimeFirst + (text.size << 2);
   Hash128 h = {keyed * factor, __umul64hi(keyed, factor)};
   h.high += h.low << 1;
@@ -133,11 +124,10 @@ NETWEIGHT_DEVICE Hash128 merge_short(const Hash128& h, u64 size) {
   return {avalanche(h.low + h.high), 0 - avalanche(high)};
 }
 
-// 128 bits of 1 to 240 bytes.
+// 128 bits of 8 to 240 bytes; checks have eight bytes each.
 NETWEIGHT_DEVICE Hash128 short_hash_128(const Text& text) {
   const u64 size = text.size;
-  if (size <= 3) return hash_1_to_3(text);
-  if (size <= 8) return hash_4_to_8(text);
+  if (size == 8) return hash_8(text);
   if (size <= 16) return hash_9_to_16(text);
   Hash128 h = {size * kPrimeFirst, 0};
   if (size <= 128) {
@@ -197,23 +187,20 @@ NETWEIGHT_DEVICE u64 long_sum(const Text& text, u64 from, u32 stripes, u32 key) 
   return long_total(products, words);
 }
 
-// Goes on from an accumulator by blocks whose sums, eight for each, are known.
-NETWEIGHT_DEVICE u64 long_chain(u64 accumulator, const u64* sums, u64 blocks) {
-  constexpr u32 kAhead = 16;  // sums on their way: memory takes longer than a step
-  const u64* mine = sums + (lane_id() & 7);
-  u64 next[kAhead];
-#pragma unroll
-  for (u32 k = 0; k < kAhead; k++) next[k] = k < blocks ? mine[8 * k] : 0;
-  for (u64 block = 0; block < blocks; block += kAhead) {
-    u64 now[kAhead];
-#pragma unroll
-    for (u32 k = 0; k < kAhead; k++) {
-      now[k] = next[k];
-      next[k] = block + kAhead + k < blocks ? mine[8 * (block + kAhead + k)] : 0;
+// By a whole block of threads: the accumulators after all blocks of a text that end in scrambling, in the first warp.
+NETWEIGHT_DEVICE u64 long_accumulated(const Text& text, u64 (*sums)[8]) {
+  const u64 blocks = text.size < kLongText ? 0 : long_blocks(text.size);
+  u64 accumulator = long_first_accumulator();
+  for (u64 first = 0; first < blocks; first += kSumsAtOnce) {
+    const u32 some = blocks - first < kSumsAtOnce ? static_cast<u32>(blocks - first) : kSumsAtOnce;
+    for (u32 i = warp_id(); i < some; i += blockDim.x / kWarp) {
+      const u64 sum = long_sum(text, (first + i) * kDigestBlock, kStripes, 0);
+      if (lane_id() < 8) sums[i][lane_id()] = sum;
     }
-#pragma unroll
-    for (u32 k = 0; k < kAhead; k++)
-      if (block + k < blocks) accumulator = long_scrambled(accumulator + now[k]);
+    __syncthreads();
+    if (warp_id() == 0)
+      for (u32 i = 0; i < some; i++) accumulator = long_scrambled(accumulator + sums[i][lane_id() & 7]);
+    __syncthreads();
   }
   return accumulator;
 }
@@ -235,16 +222,13 @@ NETWEIGHT_DEVICE u64 long_merged(u64 accumulator, u32 key, u64 start) {
 
 // ---- whole texts -----------------------------------------------------------------------------------------------------
 
-// 64 bits of at least 17 bytes, by a warp that is the only one at work: for headers, which are short.
-NETWEIGHT_DEVICE u64 hash_64(const Text& text) {
+// 64 bits of at least 17 bytes; `accumulator` is that of long_accumulated.
+NETWEIGHT_DEVICE u64 hash_64(const Text& text, u64 accumulator) {
   if (text.size < kLongText) return short_hash_64(text);
-  u64 accumulator = long_first_accumulator();
-  for (u64 block = 0; block < long_blocks(text.size); block++)
-    accumulator = long_scrambled(accumulator + long_sum(text, block * kDigestBlock, kStripes, 0));
   return long_merged(long_end(text, accumulator), kMergeLowKey, text.size * kPrimeFirst);
 }
 
-// 128 bits of at least one byte; `accumulator` has gone through all blocks that end in scrambling.
+// 128 bits of at least eight bytes; `accumulator` is that of long_accumulated.
 NETWEIGHT_DEVICE Hash128 hash_128(const Text& text, u64 accumulator) {
   if (text.size < kLongText) return short_hash_128(text);
   accumulator = long_end(text, accumulator);
@@ -257,18 +241,4 @@ NETWEIGHT_DEVICE void write_canonical(const Hash128& h, u8* out) {
     out[i] = static_cast<u8>(h.high >> (56 - 8 * i));
     out[8 + i] = static_cast<u8>(h.low >> (56 - 8 * i));
   }
-}
-
-// By a warp: goes on with a tensor's digest by `blocks` blocks whose sums are known. `state` holds the accumulators between
-// calls (`first` and `last` tell which call this is); the last one writes the digest's 16 bytes.
-NETWEIGHT_DEVICE void advance_digest(const Text& text, const u64* sums, u64 blocks, u64* state, bool first, bool last, u8* out) {
-  u64 accumulator = first ? long_first_accumulator() : state[lane_id() & 7];
-  __syncwarp();
-  accumulator = long_chain(accumulator, sums, blocks);
-  if (!last) {
-    if (lane_id() < 8) state[lane_id()] = accumulator;
-    return;
-  }
-  const Hash128 h = hash_128(text, accumulator);
-  if (lane_id() == 0) write_canonical(h, out);
 }

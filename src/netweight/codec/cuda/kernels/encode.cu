@@ -1,5 +1,6 @@
 // Kernels that encode a tensor into the bytes of docs/format.md, the same as the CPU's encoder writes. encoding.py launches
-// them: for each wave of chunks encode_planes, place_planes and copy_planes; then finish_blob.
+// them: for each wave of chunks encode_planes, place_planes and copy_planes; then finish_blob. Checks come from check_chunks.cu.
+#include "digest.cuh"
 #include "encode_packed.cuh"
 #include "encode_rans.cuh"
 
@@ -9,6 +10,7 @@ constexpr u32 kMaxTailRawBits = 5;
 constexpr u64 kFixedHeader = 28;
 constexpr u32 kCopiers = 8;  // blocks of copy_planes for each plane
 constexpr u32 kPlacers = 1024;  // threads of place_planes
+constexpr u32 kFinishers = 256;  // threads of finish_blob and seal_blob
 constexpr u32 kBlocksAtOnce = 6;  // of a multiprocessor that encode planes; with 4 an H200 encodes 10 to 15 % slower
 constexpr i64 kOverflow = 1;
 
@@ -65,21 +67,12 @@ NETWEIGHT_DEVICE u32 encode_plane(const Plane& plane, SplitRange range, u32 samp
 }
 
 // Encodes the planes of chunks from `first_chunk` on, a block for each: plane k of the wave to slots + k * slot_bytes, with its
-// size in sizes[k]. `work` holds work_bytes for each, which a multiple of 16 must be. If `digest` is set, block 0 goes on with
-// the tensor's digest meanwhile and planes follow from block 1 on; see advance_digest.
+// size in sizes[k]. `work` holds work_bytes for each, which a multiple of 16 must be.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     encode_planes(const u8* data, i64 numbers, i64 number_bytes, i64 chunk_log2, i64 least, i64 most, i64 signed_raw, i64 sampling, i64 first_chunk,
-                  u8* slots, i64 slot_bytes, u8* work, i64 work_bytes, u32* sizes, i64 digest, const u64* sums, i64 sum_blocks, u64* state,
-                  i64 first_wave, i64 last_wave, u8* digest_out) {
+                  u8* slots, i64 slot_bytes, u8* work, i64 work_bytes, u32* sizes) {
   __shared__ Memory m;
-  u32 item = blockIdx.x;
-  if (digest != 0) {
-    if (item-- == 0) {
-      const Text text = Text::of(data, static_cast<u64>(numbers) * static_cast<u64>(number_bytes));
-      if (warp_id() == 0) advance_digest(text, sums, static_cast<u64>(sum_blocks), state, first_wave != 0, last_wave != 0, digest_out);
-      return;
-    }
-  }
+  const u32 item = blockIdx.x;
   const Tensor tensor = tensor_of(data, numbers, number_bytes, chunk_log2, least, most, signed_raw);
   const u32 number = item % tensor.planes;
   const Plane plane = tensor.plane(static_cast<u64>(first_chunk) + item / tensor.planes, number);
@@ -89,12 +82,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   if (threadIdx.x == 0) sizes[item] = size;
 }
 
+NETWEIGHT_DEVICE void write_u64(u8* p, u64 value) {
+#pragma unroll
+  for (u32 k = 0; k < 8; k++) p[k] = static_cast<u8>(value >> 8 * k);
+}
+
 // Gives the wave's planes their places in the blob, the first one `payload_at` and those of later waves behind the
-// `progress[0]` bytes that are there already, and writes the chunks' entries in the index. One block. `progress[1]` becomes
-// kOverflow when the blob would pass `capacity`, and is 0 before.
+// `progress[0]` bytes that are there already, and writes the chunks' lengths and checks into the index; without `has_checks`
+// zeros for checks. One block. `progress[1]` becomes kOverflow when the blob would pass `capacity`, and is 0 before.
 extern "C" __global__ void __launch_bounds__(kPlacers)
-    place_planes(const u32* sizes, i64 items, i64 planes, i64 first_chunk, u8* blob, i64 index_at, i64 payload_at, i64 capacity, u64* progress,
-                 u64* places) {
+    place_planes(const u32* sizes, i64 items, i64 planes, i64 first_chunk, const u64* checks, i64 has_checks, u8* blob, i64 index_at, i64 checks_at,
+                 i64 payload_at, i64 capacity, u64* progress, u64* places) {
   __shared__ u64 parts[kPlacers / kWarp];
   u64 done = first_chunk == 0 ? static_cast<u64>(payload_at) : progress[0];
   for (i64 base = 0; base < items; base += kPlacers) {
@@ -113,10 +111,11 @@ extern "C" __global__ void __launch_bounds__(kPlacers)
   for (i64 chunk = threadIdx.x; chunk < items / planes; chunk += kPlacers) {
     u32 size = 0;
     for (i64 k = 0; k < planes; k++) size += size_of(sizes[chunk * planes + k]);
-    const i64 at = index_at + 4 * (first_chunk + chunk);
-    if (at + 4 > capacity) continue;
+    const i64 number = first_chunk + chunk, at = index_at + 4 * number, check_at = checks_at + 8 * number;
+    if (check_at + 8 > capacity) continue;
     write_u16(blob + at, size);
     write_u16(blob + at + 2, size >> 16);
+    write_u64(blob + check_at, has_checks != 0 ? checks[number] : 0);
   }
 }
 
@@ -145,23 +144,32 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   if (done + worker < plane.bytes()) to[done + worker] = byte_of(plane, done + worker);
 }
 
-// Writes the header check over the bytes of a header that are there. By a warp that is the only one at work.
-NETWEIGHT_DEVICE void write_check(u8* blob, u64 header_bytes) {
-  const Text text = {blob, header_bytes - 4, kFixedHeader - 4, 4};
-  const u32 check = static_cast<u32>(hash_64(text));
-  __syncwarp();
+// Writes the digest of the checks, and the header check over all bytes of a header, which are there. By a whole block.
+NETWEIGHT_DEVICE void write_digest_and_check(u8* blob, u64 checks_at, u64 header_bytes, u64 (*sums)[8]) {
+  const Text checks = Text::of(blob + checks_at, header_bytes - checks_at);
+  const u64 of_checks = long_accumulated(checks, sums);
+  if (warp_id() == 0) {
+    const Hash128 digest = hash_128(checks, of_checks);
+    if (lane_id() == 0) write_canonical(digest, blob + 8);
+  }
+  __syncthreads();
+  const Text header = {blob, header_bytes - 4, kFixedHeader - 4, 4};
+  const u64 of_header = long_accumulated(header, sums);
+  if (warp_id() > 0) return;
+  const u32 check = static_cast<u32>(hash_64(header, of_header));
   if (lane_id() == 0) {
     write_u16(blob + kFixedHeader - 4, check);
     write_u16(blob + kFixedHeader - 2, check >> 16);
   }
 }
 
-// Block 0, a warp: writes the header, before which the index must stand, and the blob's length to `length` (8 bytes before the
-// blob, little-endian; 0 if it did not fit, and kOverflow is ORed into `status`). The other blocks fill what is left with zeros.
+// Block 0: writes the header, before which the index must stand, and the blob's length to `length` (8 bytes before the blob,
+// little-endian; 0 if it did not fit, and kOverflow is ORed into `status`). The other blocks fill what is left with zeros.
 // `start` holds bytes 0 to 7 of the header; `shape` are the bytes of its varints, eight to an argument.
-extern "C" __global__ void finish_blob(u8* length, u8* blob, i64 capacity, const u64* progress, i32* status, i64 has_digest, const u8* digest, u64 start,
-                                       i64 shape_bytes, i64 index_bytes, u64 shape0, u64 shape1, u64 shape2, u64 shape3, u64 shape4, u64 shape5,
-                                       u64 shape6, u64 shape7, u64 shape8, u64 shape9) {
+extern "C" __global__ void __launch_bounds__(kFinishers)
+    finish_blob(u8* length, u8* blob, i64 capacity, const u64* progress, i32* status, u64 start, i64 shape_bytes, i64 checks_at, i64 payload_at,
+                u64 shape0, u64 shape1, u64 shape2, u64 shape3, u64 shape4, u64 shape5, u64 shape6, u64 shape7, u64 shape8, u64 shape9) {
+  __shared__ u64 sums[kSumsAtOnce][8];
   const u64 size = progress[0];
   const bool fits = progress[1] == 0;
   if (blockIdx.x > 0) {
@@ -174,28 +182,25 @@ extern "C" __global__ void finish_blob(u8* length, u8* blob, i64 capacity, const
     if (done + worker < left) from[done + worker] = 0;
     return;
   }
-  if (warp_id() > 0) return;
-  const u32 lane = lane_id();
-  if (lane < 8) length[lane] = static_cast<u8>(fits ? size >> 8 * lane : 0);
+  const u32 place = threadIdx.x;
+  if (place < 8) length[place] = static_cast<u8>(fits ? size >> 8 * place : 0);
   if (!fits) {
-    if (lane == 0) atomicOr(status, static_cast<i32>(kOverflow));
+    if (place == 0) atomicOr(status, static_cast<i32>(kOverflow));
     return;
   }
   const u64 shape[10] = {shape0, shape1, shape2, shape3, shape4, shape5, shape6, shape7, shape8, shape9};
-  if (lane < 8) blob[lane] = static_cast<u8>(start >> 8 * lane);
-  if (lane < 16) blob[8 + lane] = has_digest != 0 ? digest[lane] : 0;
+  if (place < 8) blob[place] = static_cast<u8>(start >> 8 * place);
 #pragma unroll
   for (u32 word = 0; word < 10; word++)
-    if (lane < 8 && 8 * word + lane < static_cast<u64>(shape_bytes)) blob[kFixedHeader + 8 * word + lane] = static_cast<u8>(shape[word] >> 8 * lane);
-  __threadfence();
-  __syncwarp();
-  write_check(blob, kFixedHeader + static_cast<u64>(shape_bytes) + static_cast<u64>(index_bytes));
+    if (place < 8 && 8 * word + place < static_cast<u64>(shape_bytes)) blob[kFixedHeader + 8 * word + place] = static_cast<u8>(shape[word] >> 8 * place);
+  __syncthreads();
+  write_digest_and_check(blob, static_cast<u64>(checks_at), static_cast<u64>(payload_at), sums);
 }
 
-// One warp: puts a digest into a blob whose digest was left out.
-extern "C" __global__ void seal_blob(u8* blob, i64 header_bytes, const u8* digest) {
-  if (lane_id() < 16) blob[8 + lane_id()] = digest[lane_id()];
-  __threadfence();
-  __syncwarp();
-  write_check(blob, static_cast<u64>(header_bytes));
+// One block: puts checks into a blob whose checks were left out.
+extern "C" __global__ void __launch_bounds__(kFinishers) seal_blob(u8* blob, i64 checks_at, i64 payload_at, const u64* checks) {
+  __shared__ u64 sums[kSumsAtOnce][8];
+  for (i64 chunk = threadIdx.x; 8 * chunk < payload_at - checks_at; chunk += blockDim.x) write_u64(blob + checks_at + 8 * chunk, checks[chunk]);
+  __syncthreads();
+  write_digest_and_check(blob, static_cast<u64>(checks_at), static_cast<u64>(payload_at), sums);
 }

@@ -137,17 +137,12 @@ def lossy(payload: torch.Tensor) -> bool | None:
     return None if note is None or note.layout is None else isinstance(note.layout, LossyLayout)
 
 
-def cut_of(payload: torch.Tensor) -> int:
-    """The binary logarithm of a payload's numbers per chunk, if that is all that a device must know; else 0."""
+def cut_of(payload: torch.Tensor, shape: tuple[int, ...]) -> int:
+    """The binary logarithm of the numbers per chunk of a weight of a shape, if a device need know no more; else 0."""
     note = _found(payload)
     layout = None if note is None else note.layout
-    if (
-        not isinstance(layout, BlobLayout)
-        or layout.new_modes
-        or layout.payload_at != layout.index_at + 4 * layout.chunks
-    ):
-        return 0
-    return layout.chunk_log2
+    known = isinstance(layout, BlobLayout) and not layout.cpu_modes and layout.shape == shape
+    return layout.chunk_log2 if isinstance(layout, BlobLayout) and known else 0
 
 
 def wrote(payload: torch.Tensor, size: int, like: torch.Tensor, chunk_log2: int | None, level: str) -> None:
@@ -442,10 +437,10 @@ def encode_into(
 
 
 def encode(weight: torch.Tensor, level: str, chunk_log2: int | None) -> torch.Tensor | None:
-    """Encode a weight on its device, without a digest; None if it is to be done on the host."""
+    """Encode a weight on its device, without checks; None if it is to be done on the host."""
     if not handles(weight):
         return None
     try:
-        return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, digest=False)
+        return cuda.encode(weight.detach(), level=level, chunk_log2=chunk_log2, checks=False)
     except Unsupported:
         return None

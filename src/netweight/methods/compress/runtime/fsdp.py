@@ -110,7 +110,8 @@ def before_gather(stored: CompressedStorage, rows: int, mesh: Any) -> tuple[tupl
         _refuse_resharding(wire)
         wire.capacity = _agreed(sent, group)
     buffer = sent.payload.new_zeros(wire.capacity)
-    buffer[:24].view(torch.int64).copy_(torch.tensor([rows, sent.shape[0], device.cut_of(sent.payload)]))
+    cut = device.cut_of(sent.payload, tuple(sent.shape))
+    buffer[:24].view(torch.int64).copy_(torch.tensor([rows, sent.shape[0], cut]))
     fitting = min(sent.payload.numel(), wire.capacity - _FRONT)
     buffer[_FRONT : _FRONT + fitting].copy_(sent.payload[:fitting])
     rest = sent.payload[fitting:].clone() if fitting < sent.payload.numel() else None

@@ -24,7 +24,7 @@ from netweight import codec
 from netweight.codec import Precision, cuda
 from netweight.codec.cuda import fixed_products
 from netweight.codec.fixed import Order, encode_fixed, multiply_blob
-from netweight.codec.header import dtype_name, memory_at, torch_dtype
+from netweight.codec.header import dtype_name, memory_at, read_index, torch_dtype
 from netweight.codec.tiled import TiledBlob
 from netweight.errors import CorruptBlob, LossyWrite, Unsupported, UsageError
 from netweight.methods.compress.runtime import cuda as device
@@ -295,10 +295,10 @@ class CompressedStorage:
         if self.fixed:
             return memoryview(_encoded(self.dense(), self.level, self.chunk_log2, Precision()))
         there = device.handles(self.payload)
-        local = _with_digest(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
+        local = _with_checks(self.payload.to("cpu", copy=True)) if there else self.payload.cpu()
         return memoryview(blob_of(local).tobytes())
 
-    # Pickles hold always the codec's blob with its digest; the fixed-length form stays out of files.
+    # Pickles hold always the codec's blob with its checks; the fixed-length form stays out of files.
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"wire": None, "decoded": None}
@@ -517,7 +517,7 @@ def _length(memory: memoryview) -> int:
 
 
 def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False) -> torch.Tensor:
-    """Copy a payload, to another device or the same one; what comes to the CPU has its digest."""
+    """Copy a payload, to another device or the same one; what comes to the CPU has its checks."""
     leaves = device.handles(payload) and to.type == "cpu"
     if lies_in_file(payload):
         payload = owned(payload)
@@ -528,7 +528,7 @@ def moved(payload: torch.Tensor, to: torch.device, *, non_blocking: bool = False
         # A compiler's or tracer's tensor does not contain bytes.
         return copy
     if leaves:
-        _with_digest(copy)
+        _with_checks(copy)
     if device.handles(payload) or device.handles(copy):
         device.copied(copy, payload)
     return copy
@@ -559,12 +559,16 @@ def _fill(payload: torch.Tensor, blob: bytes | memoryview) -> None:
     payload[used:].zero_()
 
 
-def _with_digest(payload: torch.Tensor) -> torch.Tensor:
-    """Complete the blob in a payload that came from a device, where weights are encoded without their digests."""
+def _with_checks(payload: torch.Tensor) -> torch.Tensor:
+    """Complete the blob in a payload that came from a device, where weights are encoded without their checks."""
     blob = blob_of(payload)
-    if bytes(blob[:3]) == b"NWT" and not any(blob[8:24]):
-        whole = cuda.with_digest(payload[LENGTH : LENGTH + len(blob)])
-        payload[LENGTH : LENGTH + 28] = whole[:28]  # nothing else changes
+    try:
+        index = read_index(blob)
+    except (CorruptBlob, Unsupported):  # rounded, which has no such index, or damaged, which decoding reports
+        return payload
+    if len(index.checks) and not index.checks.any():
+        whole = cuda.with_checks(payload[LENGTH : LENGTH + len(blob)])
+        payload[LENGTH : LENGTH + index.start] = whole[: index.start]  # nothing else changes
     return payload
 
 
