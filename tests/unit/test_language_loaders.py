@@ -176,14 +176,14 @@ Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
 @pytest.mark.parametrize("name", [Q_BIAS, "model.layers.0.mlp.up_proj.weight_scale", f"{LAYER[:-7]}.lora_A.weight"])
 def test_a_tensor_of_a_layer_that_the_configuration_does_not_name_is_not_left_out(sound, tmp_path, name):
     folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {name: torch.ones(64)})
-    refused = pytest.raises(UsageError, match=f"hold '{name}', a part of the layer .*config")
-    with refused, pytest.warns(UserWarning, match="holds 1 tensors"):
+    refused = pytest.raises(UsageError, match=f"contain '{name}', a part of the layer .*config")
+    with refused, pytest.warns(UserWarning, match="contains 1 tensors"):
         load_causal_lm(folder)
 
 
 def test_a_bias_of_zeros_may_be_left_out(sound, tmp_path):
     folder = changed(sound, tmp_path / "odd", weights=lambda all: all | {Q_BIAS: torch.zeros(64)})
-    with pytest.warns(UserWarning, match="holds 1 tensors"):
+    with pytest.warns(UserWarning, match="contains 1 tensors"):
         load_causal_lm(folder)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a model against the files that it was opened from: does it compute with all that they hold?
+"""Checks of a model against the files that it was opened from: does it compute with all that they contain?
 
 transformers reports tensors that a model does not use and opens the model without them. Whole parts beside the decoder,
 such as a layer that predicts further tokens, may be left out. A tensor that belongs to a layer that the model does have
@@ -27,15 +27,15 @@ def refuse_lost_weights(folder: str | Path, model: nn.Module, unused: Iterable[s
         unused: Names of the tensors that it does not use.
 
     Raises:
-        UsageError: A layer of the model has another tensor in the files, by which it would compute something else.
+        UsageError: A layer of the model has another tensor in the files, with which it would compute something else.
     """
     modules = dict(model.named_modules())
     for name in sorted(unused):
         layer = _layer_of(name, modules)
         if layer is not None and not (name.endswith(".bias") and _is_zero(Path(folder), name)):
             raise UsageError(
-                f"The files of {folder} hold {name!r}, a part of the layer {layer!r} that the configuration does not "
-                "name. Without it, the model would compute something else than its author's.",
+                f"The files of {folder} contain {name!r}, a part of the layer {layer!r} that the configuration "
+                "does not name. Without it, the model would compute something else than its author's.",
                 cure="State the part in config.json (such as attention_bias or a quantization_config), merge adapters "
                 "once, or fetch the model again.",
             )
@@ -64,7 +64,7 @@ def refuse_two_heads(folder: str | Path, model: Any) -> None:
     if first.shape != second.shape or not bool((first == second).all()):
         raise UsageError(
             f"The configuration of {folder} ties the output layer to the embedding (tie_word_embeddings), but the "
-            "files hold another output layer. Programs differ in which of the two they use.",
+            "files contain another output layer. Programs differ in which of the two they use.",
             cure='If the output layer was trained by itself, write "tie_word_embeddings": false into config.json; '
             "otherwise remove it from the weights.",
         )
