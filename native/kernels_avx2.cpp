@@ -139,6 +139,7 @@ inline void store_words(Bytes v, Place place) {
 }  // namespace netweight
 
 #include "kernels_shuffle.h"
+#include "joint_avx2.h"
 
 namespace netweight {
 namespace {
@@ -276,7 +277,7 @@ void interleave_vectors(const u8* base, size_t count, const u8* thresholds, cons
 
 const Kernels* avx2_kernels() {
   static const Kernels set = {"avx2", decode_rows, encode_rows, decode_wide, join4, join8, split4, split8,
-                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_numbers, recall_any, subtract, add, interleave_vectors, class_sizes, part_all, unite_elements, pack_some};
+                              __builtin_cpu_supports("aes") ? aes_rounds : portable_kernels().aes_rounds, decode_words_here, round_weights_here, spread_numbers, recall_any, subtract, add, interleave_vectors, class_sizes, part_any, unite_any, pack_any};
   static const bool usable = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("popcnt");
   return usable ? &set : nullptr;
 }
