@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
@@ -274,6 +275,23 @@ void decode_fixed_to_address(uintptr_t payload, size_t size, size_t rows, size_t
   decode_fixed(weight, threads, products_by_name(path), words_at(out));
 }
 
+// How many weights have each of the 256 exponents, and how many are zeros.
+std::pair<std::vector<u64>, u64> exponents_at_address(uintptr_t weights, size_t count, int threads) {
+  Exponents found;
+  {
+    nb::gil_scoped_release release;
+    found = exponents_of(words_at(weights), count, threads);
+  }
+  return {{found.weights.begin(), found.weights.end()}, found.zeros};
+}
+
+// A weight to a payload in the fixed-length form, whose header the caller writes; both known by address.
+void encode_fixed_to_address(uintptr_t weights, size_t rows, size_t columns, int base, size_t escapes, uintptr_t payload, size_t size, int threads,
+                             const std::string& path) {
+  nb::gil_scoped_release release;
+  encode_fixed(words_at(weights), rows, columns, base, escapes, threads, products_by_name(path), {reinterpret_cast<u8*>(payload), size});
+}
+
 Order checked_order(int kind, size_t width, size_t columns, const Products& products) {
   const bool by_sums = kind == Order::kSums && (width == 64 || width == 128) && columns % width == 0;
   const bool blocks = products.multiply_in_blocks && columns % 2 == 0 && width > 0 && (width % 32 == 0 || width >= columns);
@@ -408,6 +426,9 @@ NB_MODULE(_native, m) {
         nb::arg("reference"), nb::arg("first"), nb::arg("last"), nb::arg("address"), nb::arg("nbytes"), nb::arg("threads"), nb::arg("path"));
   m.def("decode_fixed", &decode_fixed_to_address, nb::arg("payload"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("out"),
         nb::arg("threads"), nb::arg("path") = "auto");
+  m.def("exponents", &exponents_at_address, nb::arg("weights"), nb::arg("count"), nb::arg("threads"));
+  m.def("encode_fixed", &encode_fixed_to_address, nb::arg("weights"), nb::arg("rows"), nb::arg("columns"), nb::arg("base"), nb::arg("escapes"),
+        nb::arg("payload"), nb::arg("size"), nb::arg("threads"), nb::arg("path") = "auto");
   m.def(
       "multiplies_in_blocks", [](const std::string& path) { return products_by_name(path).multiply_in_blocks != nullptr; }, nb::arg("path") = "auto");
   m.def("multiply", &multiply_at_addresses, nb::arg("weights"), nb::arg("size"), nb::arg("rows"), nb::arg("columns"), nb::arg("x"), nb::arg("inputs"),

@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t kRowsAtOnce = 16;  // a row of tiles
 
+constexpr size_t kTilesAt = 128, kTileBytes = 1536;  // where the tiles of a payload begin
+
 constexpr size_t kTilesAtOnce = 16;  // that a thread takes: neighbors, since threads that write to one line of the cache wait for each other
 
 // Runs work(tile, scratch for that many weights) until all are done.
@@ -31,10 +33,21 @@ void by_tiles(size_t tiles, int threads, size_t scratch, Work work, size_t at_on
   if (!sound) throw CorruptError("its escapes contradict themselves");
 }
 
+bool has_code(u16 weight, int base) {
+  const u16 place = static_cast<u16>((weight >> 7 & 0xff) - base);
+  return (place < 15) | ((weight & 0x7fff) == 0);
+}
+
+u32 escapes_of_row(const u16* row, size_t columns, int base) {
+  u32 escapes = 0;
+  for (size_t c = 0; c < columns; c++) escapes += !has_code(row[c], base);
+  return escapes;
+}
+
 }  // namespace
 
 const Products& portable_products() {
-  static const Products set = {"portable", decode_fixed_here, multiply_here, nullptr};
+  static const Products set = {"portable", decode_fixed_here, encode_fixed_here, multiply_here, nullptr};
   return set;
 }
 
@@ -65,15 +78,61 @@ FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t colum
   const auto number = [&](size_t at) { return load<u64>(payload + at); };
   if (size < 128 || std::memcmp(payload + 8, "NWF\1\1", 5) != 0 || number(16) != rows || number(24) != columns || columns > 65536)
     throw CorruptError("it does not begin as a weight of this shape in the fixed-length form");
-  const size_t first = 128 + (rows + 15) / 16 * ((columns + 63) / 64) * 1536;
+  const size_t first = kTilesAt + (rows + 15) / 16 * ((columns + 63) / 64) * kTileBytes;
   const size_t escapes = first + 4 * (rows + 1);
   if (size < escapes || number(32) > (size - escapes) / 4) throw CorruptError("it is too short");
   if (load<u32>(payload + first) != 0 || load<u32>(payload + escapes - 4) != number(32)) throw CorruptError("its escapes do not add up");
-  return {payload + 128, payload + first, payload + escapes, rows, columns, static_cast<size_t>(number(32)), payload[13]};
+  return {payload + kTilesAt, payload + first, payload + escapes, rows, columns, static_cast<size_t>(number(32)), payload[13]};
 }
 
 void decode_fixed(const FixedMatrix& m, int threads, const Products& products, u16* out) {
   by_tiles((m.rows + 15) / 16, threads, 0, [&](size_t tile, u16*) { return products.decode_fixed(m, tile, tile + 1, out + tile * kRowsAtOnce * m.columns); });
+}
+
+Exponents exponents_of(const u16* weights, size_t count, int threads) {
+  constexpr size_t kAtOnce = size_t{1} << 18;
+  Exponents all;
+  std::mutex guard;
+  by_tiles((count + kAtOnce - 1) / kAtOnce, threads, 0, [&](size_t number, u16*) {
+    const u16 *at = weights + number * kAtOnce, *end = weights + std::min(count, (number + 1) * kAtOnce);
+    u32 counts[4][256] = {};  // four, since equal neighbors would wait for each other
+    u32 zeros = 0;
+    for (const u16* w = at; w < end; w++) zeros += (*w & 0x7fff) == 0;
+    for (; end - at >= 4; at += 4) {
+      const u64 four = load<u64>(at);
+      for (int i = 0; i < 4; i++) counts[i][four >> (16 * i + 7) & 0xff]++;
+    }
+    for (; at < end; at++) counts[0][*at >> 7 & 0xff]++;
+    std::lock_guard<std::mutex> lock(guard);
+    for (int e = 0; e < 256; e++) all.weights[static_cast<size_t>(e)] += u64{counts[0][e]} + counts[1][e] + counts[2][e] + counts[3][e];
+    all.zeros += zeros;
+    return true;
+  });
+  return all;
+}
+
+void encode_fixed(const u16* weights, size_t rows, size_t columns, int base, size_t escapes, int threads, const Products& products, std::span<u8> payload) {
+  const size_t tiles = (rows + kRowsAtOnce - 1) / kRowsAtOnce, first_at = kTilesAt + tiles * ((columns + 63) / 64) * kTileBytes;
+  const size_t escapes_at = first_at + 4 * (rows + 1), end = escapes_at + 4 * escapes;
+  if (payload.size() < end) throw CorruptError("it is too short");
+  // Rows of tiles, and where the escapes of each row begin; then the escapes.
+  std::vector<u32> first(rows + 1);
+  by_tiles(tiles, threads, 0, [&](size_t tile, u16*) {
+    products.encode_fixed(weights, rows, columns, base, tile, tile + 1, payload.data() + kTilesAt);
+    for (size_t row = tile * kRowsAtOnce; row < std::min(rows, (tile + 1) * kRowsAtOnce); row++)
+      first[row + 1] = escapes_of_row(weights + row * columns, columns, base);
+    return true;
+  });
+  for (size_t row = 0; row < rows; row++) first[row + 1] += first[row];
+  if (first[rows] != escapes) throw CorruptError("its escapes do not add up");
+  std::memcpy(payload.data() + first_at, first.data(), 4 * first.size());
+  for (size_t row = 0; row < rows; row++) {
+    if (first[row] == first[row + 1]) continue;
+    u8* to = payload.data() + escapes_at + 4 * first[row];
+    for (size_t c = 0; c < columns; c++)
+      if (const u16 weight = weights[row * columns + c]; !has_code(weight, base)) to = put32(to, static_cast<u32>(c) | static_cast<u32>(weight) << 16);
+  }
+  std::memset(payload.data() + end, 0, payload.size() - end);
 }
 
 namespace {

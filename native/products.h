@@ -1,7 +1,9 @@
 // Products of bf16 weights with few rows of inputs, and the fixed-length form of weights, which netweight/codec/fixed.py describes.
 #pragma once
 
+#include <array>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -32,6 +34,8 @@ struct Products {
   const char* name;
   // The weights of whole rows of tiles, row by row; false when the escapes contradict themselves.
   bool (*decode_fixed)(const FixedMatrix&, size_t tile, size_t tile_end, u16* out);
+  // Whole rows of tiles from the weights, of which code 1 has the exponent `base`.
+  void (*encode_fixed)(const u16* weights, size_t rows, size_t columns, int base, size_t tile, size_t tile_end, u8* tiles);
   // y[i * stride + r], in bf16, of row r of the weights and input i, which `spread_inputs` has laid out. Products are exact in fp32
   // and added up as torch's own kernel for bf16 does on processors with vectors of `sums` / 8 numbers: in so many partial sums by
   // column, which are then added by halves. `columns` is a multiple of `sums`, 64 or 128.
@@ -54,6 +58,16 @@ FixedMatrix read_fixed(const u8* payload, size_t size, size_t rows, size_t colum
 
 // The whole weight to memory of the caller's; throws CorruptError.
 void decode_fixed(const FixedMatrix& weight, int threads, const Products& products, u16* out);
+
+// How many weights have each exponent, and how many are zeros.
+struct Exponents {
+  std::array<u64, 256> weights{};
+  u64 zeros = 0;
+};
+Exponents exponents_of(const u16* weights, size_t count, int threads);
+
+// What follows the header of a payload in the fixed-length form, up to its end; throws CorruptError if the weights have another number of escapes.
+void encode_fixed(const u16* weights, size_t rows, size_t columns, int base, size_t escapes, int threads, const Products& products, std::span<u8> payload);
 
 // y of shape (inputs, rows) from x of shape (inputs, columns), and of weights that are plain or, where `plain` is nullptr, fixed.
 void multiply(const u16* plain, const FixedMatrix& weight, const u16* x, size_t inputs, const u16* bias, Order order, int threads, const Products& products,

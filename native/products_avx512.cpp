@@ -162,7 +162,7 @@ void multiply_in_blocks_here(const u16* weights, size_t rows, size_t columns, Or
 }  // namespace
 
 const Products* avx512_products() {
-  static const Products set = {"avx512bf16", decode_fixed_wide, multiply_here, multiply_in_blocks_here};
+  static const Products set = {"avx512bf16", decode_fixed_wide, encode_fixed_here, multiply_here, multiply_in_blocks_here};
   static const bool usable = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vl") &&
                              __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("fma");
   return usable ? &set : nullptr;

@@ -121,6 +121,61 @@ bool decode_fixed_by(const FixedMatrix& m, size_t tile, size_t tile_end, u16* ou
   return decode_fixed_by(m, tile, tile_end, out, [&](const u8* from, u16* to, size_t stride) { decode_tile(from, lift, to, stride); });
 }
 
+// ---- the fixed-length form written ------------------------------------------------------------------------------------
+
+// Sixteen neighbors of a row: what stands beside their codes, and the codes. Escapes become +0 with code 0.
+struct Coded {
+  Halves rest, code;
+  Coded(Halves weights, Halves base) {
+    const Halves exponent = (weights >> 7) & 0xff, place = exponent - base;
+    const Halves coded = (Halves)(place < 15), inside = coded | (Halves)((weights & 0x7fff) == 0);
+    code = (place + 1) & coded;
+    rest = weights & inside & 0x807f;
+  }
+};
+
+inline Bytes16 low_bytes_of_codes(Halves codes) {  // of each four columns the first, the third, the second, the fourth
+  const Bytes b = (Bytes)codes;
+  return __builtin_shufflevector(b, b, 0, 4, 2, 6, 8, 12, 10, 14, 16, 20, 18, 22, 24, 28, 26, 30);
+}
+
+// 16 rows of 64 weights to one tile.
+inline void encode_tile(const u16* in, size_t stride, Halves base, u8* tile) {
+  using Words4 = u32 __attribute__((vector_size(16)));
+  for (int g = 0; g < 8; g++)
+    for (int t = 0; t < 4; t++) {
+      const Coded upper(load<Halves>(in + g * stride + 16 * t), base), lower(load<Halves>(in + (g + 8) * stride + 16 * t), base);
+      const Bytes rest = (Bytes)upper.rest | swapped((Bytes)lower.rest);
+      const Words4 codes = (Words4)low_bytes_of_codes(upper.code | lower.code << 4), turned = codes << 7 | codes >> 25;
+      u8* lane = tile + 16 * (4 * g + t);
+      std::memcpy(lane, &rest, 16);
+      std::memcpy(lane + 512, reinterpret_cast<const u8*>(&rest) + 16, 16);
+      std::memcpy(lane + 1024, &turned, 16);
+    }
+}
+
+// Whole rows of tiles from a weight's rows; what fills up the last tiles is zero.
+[[maybe_unused]] void encode_fixed_here(const u16* weights, size_t rows, size_t columns, int base, size_t tile, size_t tile_end, u8* tiles) {
+  const size_t across = (columns + 63) / 64;
+  const Halves lowest = Halves{} + static_cast<u16>(base);
+  alignas(64) u16 part[16 * 64];
+  for (; tile < tile_end; tile++) {
+    const size_t present = rows - 16 * tile < 16 ? rows - 16 * tile : 16;
+    const u16* from = weights + 16 * tile * columns;
+    for (size_t i = 0; i < across; i++, from += 64) {
+      u8* to = tiles + (tile * across + i) * 1536;
+      if (present == 16 && 64 * (i + 1) <= columns) {
+        encode_tile(from, columns, lowest, to);
+        continue;
+      }
+      const size_t width = columns - 64 * i < 64 ? columns - 64 * i : 64;
+      std::memset(part, 0, sizeof part);
+      for (size_t r = 0; r < present; r++) std::memcpy(part + 64 * r, from + r * columns, 2 * width);
+      encode_tile(part, 64, lowest, to);
+    }
+  }
+}
+
 inline u16 rounded(float sum) {
   const u32 bits = load<u32>(&sum);
   if (sum != sum) return 0x7fc0;

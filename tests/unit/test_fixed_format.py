@@ -4,6 +4,7 @@ import pytest
 import torch
 from fixed_under_test import read_weight, same, weights
 
+from netweight.codec import fixed
 from netweight.codec.fixed import check_fixed, decode_fixed, encode_fixed, is_fixed, read_layout
 from netweight.errors import CorruptBlob, Unsupported
 
@@ -160,3 +161,48 @@ def test_contradictions_in_tiles_are_found_by_the_full_check():
     for at, value in ((128, 1), (128 + 4, 1), (listed + 2, b"\x00\x3c"), (listed + 2, b"\x00\x80")):
         with pytest.raises(CorruptBlob):
             check_fixed(damaged(payload, at, value))
+
+
+# ---- the native encoder ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(fixed.compiled is None, reason="needs the native module")
+@pytest.mark.parametrize("odd", [0, 0.01])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 70), (37, 150), (16, 64), (17, 65), (384, 384), (3, 5000)])
+def test_the_native_encoder_writes_the_bytes_of_the_operators(shape, odd, monkeypatch):
+    weight = weights(*shape, odd=odd)
+    written = {path: encoded_by(path, weight) for path in ("portable", "auto")}
+    monkeypatch.setattr(fixed, "compiled", None)
+    by_operators = encode_fixed(weight)
+    assert all(torch.equal(payload, by_operators) for payload in written.values())
+
+
+def encoded_by(path, weight):
+    """A payload by the code of one set of instructions, written over bytes that are not zero."""
+    payload = encode_fixed(weight)
+    layout = read_layout(payload)
+    head, payload = payload[:128].clone(), torch.full_like(payload, 0xA5)
+    payload[:128] = head
+    fixed.compiled.encode_fixed(
+        weight.data_ptr(), *weight.shape, layout.base, layout.escapes, payload.data_ptr(), payload.numel(), 2, path=path
+    )
+    return payload
+
+
+@pytest.mark.skipif(fixed.compiled is None, reason="needs the native module")
+def test_the_native_encoder_refuses_a_wrong_number_of_escapes():
+    weight = weights(37, 150, odd=0.01)
+    payload = encode_fixed(weight)
+    layout = read_layout(payload)
+    for escapes in (layout.escapes - 1, layout.escapes + 1):
+        with pytest.raises(Exception, match=r"do not add up|too short"):
+            fixed.compiled.encode_fixed(
+                weight.data_ptr(), 37, 150, layout.base, escapes, payload.data_ptr(), payload.numel(), 1
+            )
+
+
+def test_every_bit_pattern_is_counted_by_its_exponent():
+    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
+    counts, zeros = fixed._exponents(patterns)
+    assert counts.tolist() == [256] * 256
+    assert int(zeros) == 2

@@ -76,6 +76,18 @@ def decode_words(
 def decode_fixed(
     payload: int, size: int, rows: int, columns: int, out: int, threads: int, path: str = "auto"
 ) -> None: ...
+def exponents(weights: int, count: int, threads: int) -> tuple[list[int], int]: ...
+def encode_fixed(
+    weights: int,
+    rows: int,
+    columns: int,
+    base: int,
+    escapes: int,
+    payload: int,
+    size: int,
+    threads: int,
+    path: str = "auto",
+) -> None: ...
 def multiply(
     weights: int,
     size: int,

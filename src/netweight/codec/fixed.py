@@ -116,6 +116,8 @@ def encode_fixed(weight: torch.Tensor) -> torch.Tensor:
     _refuse_others(weight)
     bits = weight.detach().contiguous().view(torch.int16)
     layout = _chosen(bits)
+    if bits.is_cpu and compiled is not None:
+        return _encoded_natively(bits, layout)
     payload = torch.zeros(layout.size, dtype=torch.uint8, device=weight.device)
     payload[: len(_header(layout))] = torch.tensor(list(_header(layout)), dtype=torch.uint8)
     tiles = payload[TILES_AT : layout.first_at].view(layout.tile_rows, -1, TILE_BYTES)
@@ -130,6 +132,18 @@ def encode_fixed(weight: torch.Tensor) -> torch.Tensor:
     counts = torch.bincount(torch.cat(rows), minlength=layout.rows)
     payload[layout.first_at + 4 : layout.escapes_at].view(torch.int32).copy_(counts.cumsum(0))
     payload[layout.escapes_at :][: 4 * layout.escapes].view(torch.int32).copy_(_signed(torch.cat(escapes)))
+    return payload
+
+
+def _encoded_natively(bits: torch.Tensor, layout: FixedLayout) -> torch.Tensor:
+    """The same by the native module, fifteen times as fast, because optimizers write weights again in every step."""
+    payload = torch.empty(layout.size, dtype=torch.uint8)
+    payload[:TILES_AT] = torch.tensor(list(_header(layout).ljust(TILES_AT, b"\0")), dtype=torch.uint8)
+    with _A_FIXED_WEIGHT:
+        compiled.encode_fixed(
+            bits.data_ptr(), layout.rows, layout.columns, layout.base, layout.escapes, payload.data_ptr(),
+            payload.numel(), torch.get_num_threads(),
+        )  # fmt: skip
     return payload
 
 
@@ -151,11 +165,7 @@ def _refuse_others(weight: torch.Tensor) -> None:
 def _chosen(bits: torch.Tensor) -> FixedLayout:
     """The base with the fewest escapes, the lowest of equal ones."""
     flat = bits.reshape(-1)
-    counts = torch.zeros(256, dtype=torch.int64, device=bits.device)
-    zeros = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in torch.split(flat, _STEP):
-        counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)  # uint8 drops the sign
-        zeros += ((part & 0x7FFF) == 0).sum()
+    counts, zeros = _exponents(flat)
     sums = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     windows = sums[1 + _CODES : MOST_BASE + 1 + _CODES] - sums[1 : MOST_BASE + 1]
     places = torch.arange(MOST_BASE, device=bits.device)
@@ -168,6 +178,19 @@ def _chosen(bits: torch.Tensor) -> FixedLayout:
             cure="Keep it in the entropy-coded form: netweight.codec.encode.",
         )
     return FixedLayout(bits.shape[0], bits.shape[1], escapes, base)
+
+
+def _exponents(flat: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
+    """How many weights have each exponent, and how many are zeros."""
+    if flat.is_cpu and compiled is not None:
+        found, none = compiled.exponents(flat.data_ptr(), flat.numel(), torch.get_num_threads())
+        return torch.tensor(found), none
+    counts = torch.zeros(256, dtype=torch.int64, device=flat.device)
+    zeros = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for part in torch.split(flat, _STEP):
+        counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)  # uint8 drops the sign
+        zeros += ((part & 0x7FFF) == 0).sum()
+    return counts, zeros
 
 
 def _header(layout: FixedLayout) -> bytes:
