@@ -428,3 +428,31 @@ def test_second_moments_whose_exponents_differ_much_have_the_same_bytes_on_every
         blobs = {codec.encode(moments, level=level, path=path) for path in (*codec.available_paths(), "python")}
         (blob,) = blobs
         assert torch.equal(codec.decode(blob).view(torch.int16), moments.view(torch.int16))
+
+
+@pytest.mark.parametrize("zeros", [0, 0.05])
+@pytest.mark.parametrize("count", [1 << 15, 70001])
+def test_high_counts_values_apart_only_where_some_repeat(zeros, count):
+    """Large chunks without repeated values are stored as by `default`, in mode 3; others in mode 9, joint."""
+    generator = torch.Generator().manual_seed(count)
+    weight = (torch.randn(count, generator=generator) * 0.02).bfloat16()
+    weight[torch.rand(count, generator=generator) < zeros] = 0
+    blobs = {path: codec.encode(weight, level="high", path=path) for path in (*codec.available_paths(), "python")}
+    (blob,) = set(blobs.values())
+    assert blob[codec.info(blob).chunk_offsets[0]] == (9 if zeros else 3)
+    for path in blobs:
+        assert torch.equal(codec.decode(blob, path=path).view(torch.int16), weight.view(torch.int16))
+
+
+def test_joint_planes_of_many_symbols_decode_alike_on_all_paths():
+    """Several values, exponents that are rare, and more numbers than registers of the vector code hold."""
+    generator = torch.Generator().manual_seed(5)
+    spread = torch.randn(90000, generator=generator) * torch.exp2(torch.rand(90000, generator=generator) * 40 - 20)
+    weight = (spread * 0.02).bfloat16()
+    for value in (0.0, -0.0, 0.125, -3.0):
+        weight[torch.rand(90000, generator=generator) < 0.02] = value
+    blobs = {path: codec.encode(weight, level="high", path=path) for path in (*codec.available_paths(), "python")}
+    (blob,) = set(blobs.values())
+    assert blob[codec.info(blob).chunk_offsets[0]] == 9
+    for path in blobs:
+        assert torch.equal(codec.decode(blob, path=path).view(torch.int16), weight.view(torch.int16))

@@ -479,7 +479,7 @@ def _joint(plane: Plane, elements: Integers, finer: int, level: int) -> bytes | 
         return None
     split = Split(2, whole - finer, True)
     values, occurrences, sampled = _repeated_values(elements, split)
-    if level == MAX and not len(values) and count >= 1 << 16:
+    if not len(values) and count >= 1 << 16:
         return None
 
     symbols = split.symbols(elements)

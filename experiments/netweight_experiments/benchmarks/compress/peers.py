@@ -124,6 +124,15 @@ def measure(data: DataSet, rounds: int) -> dict[str, Any]:
         ready[peer.name] = peer.ready(data.raw, data.dtype, 1)
         if len(data.tensors) > 1:
             ready[f"{peer.name}, tensor by tensor"] = _one_by_one(peer, data)
+    return _in_turns(data, ready, rounds)
+
+
+def measure_levels(data: DataSet, levels: Sequence[str], rounds: int) -> dict[str, Any]:
+    """The same of netweight's levels alone; `default` must be among them."""
+    return _in_turns(data, {f"netweight {level}": _ours(data, level) for level in levels}, rounds)
+
+
+def _in_turns(data: DataSet, ready: dict[str, Ready], rounds: int) -> dict[str, Any]:
     work: dict[str, Callable[[], Any]] = {}
     for name, each in ready.items():
         if memoryview(each.restored()).cast("B") != data.raw.data:
