@@ -190,8 +190,8 @@ meet the target:
 We believe that the limit lies in the two passes. One pass would have to correct rare symbols before it reads raw bits.
 
 Measured on {date} on {machine} ([result](../benchmarks/results/{name})),
-while other programs were running (load average {load:.0f} on {cores} cores). The values are medians of {rounds} rounds in
-one process, in which the levels take turns.
+while other programs were running (load average {load:.0f} on {cores} cores). The values are medians of {rounds} rounds
+in one process, in which the levels take turns.
 
 """
 HIGH_TARGETS = {"encode": 3, "decode": 1.5}
