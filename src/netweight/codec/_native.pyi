@@ -16,13 +16,13 @@ def encode(
     chunk_log2: int,
     threads: int,
     path: str,
-    version: int = 2,
     base: Any = None,
+    gpu_modes: bool = False,
 ) -> bytes: ...
 def encode_chunk(numbers: Any, dtype: str, level: int, path: str, base: Any = None) -> tuple[bytes, int, int, bool]: ...
 def read_header(
     blob: Any, size: int | None = None
-) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, int, bytes]: ...
+) -> tuple[str, tuple[int, ...], int, int, int, bytes, tuple[int, ...], int, bytes]: ...
 def decode(
     blob: Any, threads: int, check: bool, path: str, base: Any = None
 ) -> tuple[_Bytes, str, tuple[int, ...]]: ...
@@ -44,7 +44,7 @@ def decode_chunk(
     header: Any, size: int, number: int, chunk: Any, out: Any, check: bool, path: str, base: Any = None
 ) -> None: ...
 def encode_words(
-    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, version: int = 2
+    words: Any, mantissa_bits: int, level: int, chunk_log2: int, threads: int, path: str, gpu_modes: bool = False
 ) -> bytes: ...
 def round_weights(
     weights: Any,
