@@ -180,8 +180,9 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
         FolderForgetting.of({"method": "neurons", "look_seeds": 4, "targets": folder / "targets.csv",
                              "ordinary": folder / "ordinary.txt"})  # fmt: skip
     assert "neurons.seeds" in str(caught.value)
-    bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]["message"]
-    assert "closed-form needs targets and ordinary" in bare
+    bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]
+    assert "closed-form needs targets and ordinary" in bare["message"]
+    assert all(option in bare["cure"] for option in ("--targets", "--ordinary"))
     assert not (tmp_path / "other").exists()
 
 

@@ -236,7 +236,12 @@ def _threshold(text: str) -> Threshold:
         return Threshold(value, "given")
     try:
         return Threshold.from_json(json.loads(Path(text).read_text()))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UsageError(
+            f"--threshold {text!r} is not a number, and cannot be read as a file: {error.strerror}.",
+            cure="Give a similarity, such as 0.5, or threshold.json from netweight forget detect.",
+        ) from None
+    except ValueError as error:
         raise UsageError(
             f"--threshold {text!r} is neither a number nor a file of one: {error}.",
             cure="Give threshold.json from netweight forget detect.",

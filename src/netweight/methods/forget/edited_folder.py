@@ -150,7 +150,8 @@ def undo_folder(source: str | Path, destination: str | Path) -> Undone:
     records = read_records(source)
     if not records:
         raise UsageError(
-            f"{source} contains no record of an edit in its folder {FOLDER!r}.", cure="Was it made by forget apply?"
+            f"{source} contains no record of an edit in its folder {FOLDER!r}.",
+            cure="Give a folder that netweight forget apply wrote without --no-undo.",
         )
     record, files, number = records[-1], records[-1].files, len(records)
     if not record.undoable:

@@ -118,7 +118,8 @@ class FolderForgetting(_EditSettings):
         if missing and chosen.needs_prompts:
             raise UsageError(
                 f"The method {chosen.name} needs {' and '.join(missing)}.",
-                cure="Give a table of memorized pairs and a file of ordinary prompts.",
+                cure="Give --targets, a table of memorized prompts with pictures, and --ordinary, a file of other "
+                "prompts; in a recipe, the keys targets and ordinary.",
             )
 
     @property
