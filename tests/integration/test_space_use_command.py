@@ -100,6 +100,10 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
     found = run(*arguments, "--pipeline", place / "pipeline", "--reader", "image_readers:colors", "--steps", 2,
                 "--rounds", 1, "--at", opened.names[3])  # fmt: skip
     assert found["kind"] == "corrected"
+    again = [*map(str, arguments), "--pipeline", str(place / "pipeline"), "--reader", "image_readers:colors", "--steps",
+             "1", "--rounds", "1", "--at", opened.names[3], "--overwrite"]  # fmt: skip
+    said = CliRunner().invoke(cli.netweight, ["space", *again], catch_exceptions=False).output
+    assert f"space edit {place / 'space'} {opened.names[3]} --move {tmp_path / 'corrected.json'}=1 --unit raw" in said
     corrected, plain = read_direction(tmp_path / "corrected.json"), read_direction(beard[0])
     corrected.check(opened.scores)
     assert abs(corrected.cosine(plain)) < 0.999

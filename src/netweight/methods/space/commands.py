@@ -91,6 +91,9 @@ def direction(
     opened, column = _opened(space, bank), settings.column
     line, findings, labeled = find_direction(opened, settings, context.progress)
     write_direction(line, out, overwrite=overwrite)
+    # A corrected step is the whole way of one point, and another point's would differ.
+    corrected = line.kind == "corrected"
+    point, move = (settings.at, (f"{out}=1", "--unit", "raw")) if corrected else ("mean", (f"{out}=2",))
     return Result(
         [
             f"{column} ({line.kind}): {labeled} of {len(opened.names)} models have a label.",
@@ -100,7 +103,7 @@ def direction(
         payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
                  "deviation": line.deviation, "reach": line.reach},
         written=(out,), next=(
-            shell_line("netweight", "space", "edit", space, "mean", "--move", f"{out}=2", "--out", "points.json"),
+            shell_line("netweight", "space", "edit", space, point, "--move", *move, "--out", "points.json"),
         ),
     )  # fmt: skip
 
