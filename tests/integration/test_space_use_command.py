@@ -102,7 +102,7 @@ def test_a_direction_is_corrected_by_what_it_changes_in_images(place, beard, ope
     assert found["kind"] == "corrected"
     again = [*map(str, arguments), "--pipeline", str(place / "pipeline"), "--reader", "image_readers:colors", "--steps",
              "1", "--rounds", "1", "--at", opened.names[3], "--overwrite"]  # fmt: skip
-    said = CliRunner().invoke(cli.netweight, ["space", *again], catch_exceptions=False).output
+    said = CliRunner().invoke(netweight, ["space", *again], catch_exceptions=False).output
     assert f"space edit {place / 'space'} {opened.names[3]} --move {tmp_path / 'corrected.json'}=1 --unit raw" in said
     corrected, plain = read_direction(tmp_path / "corrected.json"), read_direction(beard[0])
     corrected.check(opened.scores)
