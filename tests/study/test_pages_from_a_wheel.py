@@ -100,11 +100,12 @@ save_file(sent, 'update.safetensors')" """,
     "docs/adapter-bank": Page(),
     "docs/weight-space": Page(),
     "docs/weight-space-use": Page(
-        _BANK + _FACES + "cp my-loras/person-00017/*.safetensors stranger.safetensors\n"
+        _BANK + _FACES + "netweight space convert my-loras/person-00017 stranger.safetensors --layout kohya\n"
         "cp -r my-loras/person-00018 style-lora\n"
         """python -c "
-import torch; from netweight.metrics.images import write_png; from netweight.toys.faces_pipeline import FaceBank
-write_png('portrait.png', FaceBank(seed=7).photographs(0)[1][0])" """,
+from pathlib import Path; from netweight.metrics.images import write_png
+from netweight.toys.faces_pipeline import FaceBank
+write_png(Path('portrait.png'), FaceBank(seed=7).photographs(0)[1][0])" """,
         {"person-17": "person-00017", "sks person": "a face on a green ground", " age": " hair_length"},
     ),
     "docs/weight-space-view": Page(
