@@ -13,7 +13,7 @@ from netweight.hf.adapters import Subject, train_pictures, train_texts
 from netweight.hf.load_pipeline import text_to_image
 from netweight.nn import AdapterStack, applied, merge_
 from netweight.nn.train_lora import AdapterRecipe
-from netweight.toys.faces import identities, photographs
+from netweight.toys.drawn_pictures import identities, photographs
 from netweight.toys.faces_pipeline import faces_pipeline
 from netweight.toys.language import LlamaShape, initialized
 

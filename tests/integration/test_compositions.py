@@ -7,13 +7,13 @@ import torch
 from spaces_under_test import random_adapters
 
 import netweight
+from netweight.hf.adapted_backbones import IMAGENET_MEAN_STD
 from netweight.methods import federate
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 from netweight.methods.space.space import WeightSpace
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
 from netweight.store.lora_formats.writing import write_adapter
-from netweight.toys.networks import IMAGENET_MEAN_STD
 
 transformers = pytest.importorskip("transformers", reason="transformers is in the llm extra")
 IMAGES = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -39,7 +39,7 @@ def backbones(tmp_path_factory):
 
 
 def adapted(kind, folder):
-    from netweight.toys.networks import adapted_resnet, adapted_vit
+    from netweight.hf.adapted_backbones import adapted_resnet, adapted_vit
 
     make = adapted_vit if kind == "vit" else adapted_resnet
     return make(folder, 7, normalized_by=IMAGENET_MEAN_STD)

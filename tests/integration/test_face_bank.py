@@ -15,7 +15,7 @@ from netweight.methods.space.labels import read_labels
 from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys.diffusion import training_record
-from netweight.toys.faces import ATTRIBUTES, identities
+from netweight.toys.drawn_pictures import ATTRIBUTES, identities
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER, FaceBank, faces_pipeline
 from netweight_experiments.toys import face_bank as face_bank_training
 from netweight_experiments.toys.drawn_worlds import FacesWorld, faces_drawn, identity_fidelity, person_name

@@ -18,7 +18,7 @@ import netweight
 from netweight.core.bounded_json import MOST_CONFIG, MOST_INDEX, read_json
 from netweight.core.regular_files import regular
 from netweight.errors import NetweightError, UnsafeInput, Unsupported
-from netweight.labels.kinds import identify
+from netweight.labels.identify_subject import identify
 from netweight.labels.measure import label
 from netweight.methods.compress.inspect import inspect_tensors
 from netweight.store.bank.bank import AdapterBank

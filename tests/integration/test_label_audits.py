@@ -20,8 +20,8 @@ import netweight
 from netweight.cli import netweight as command
 from netweight.errors import UsageError
 from netweight.labels import audit_process
+from netweight.labels.audit_commands import AUDITS, OPTIONS
 from netweight.labels.audit_process import AuditEnd
-from netweight.labels.audits import AUDITS, OPTIONS
 from netweight.registry import command as command_of
 from netweight.report.finding import Finding, Section, Table
 from netweight.report.report import Report

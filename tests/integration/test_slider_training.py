@@ -12,7 +12,7 @@ from netweight.nn.train_lora import AdapterRecipe
 pytest.importorskip("diffusers", reason="pipelines come with the diffusion extra")
 
 from netweight.hf.load_pipeline import text_to_image
-from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
+from netweight.toys.drawn_pictures import ATTRIBUTES, GROUNDS, caption, drawn, nuisances, people
 from netweight.toys.faces_pipeline import LAYERS, faces_pipeline, read_faces
 from netweight_experiments.tables.w2w.openers import SliderPairs, train_sliders
 from netweight_experiments.toys.drawn_worlds import faces_drawn

@@ -9,10 +9,7 @@ from torch.func import functional_call, vmap
 
 from netweight.data.images.public import CIFAR_MEAN_STD
 from netweight.errors import MissingExtra, UsageError
-from netweight.methods import federate
-from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client
-from netweight.toys.networks import (
+from netweight.hf.adapted_backbones import (
     IMAGENET_MEAN_STD,
     CifarResNet20,
     adapted_resnet,
@@ -20,6 +17,9 @@ from netweight.toys.networks import (
     adapted_vit,
     cifar_resnet20,
 )
+from netweight.methods import federate
+from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.method import Client
 
 GRAY = ((0.1307,), (0.3081,))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from netweight.errors import NameNotFound, UsageError
-from netweight.toys.faces import (
+from netweight.toys.drawn_pictures import (
     ATTRIBUTES,
     BINARY,
     FACES,

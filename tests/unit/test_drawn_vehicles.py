@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from netweight.errors import UsageError
-from netweight.toys.faces import VEHICLES, WORLDS
+from netweight.toys.drawn_pictures import VEHICLES, WORLDS
 from netweight.toys.faces_pipeline import FaceBank, read_faces
 from netweight_experiments.toys.drawn_worlds import FacesWorld, r_squared
 from netweight_experiments.toys.face_reading import train_reader

@@ -10,9 +10,9 @@ import torch
 from odd_models import LABELLED, W, language, lora, weights, write
 
 import netweight
-from netweight.labels import audits
+from netweight.labels import audit_commands
+from netweight.labels.audit_commands import AUDITS
 from netweight.labels.audit_process import AuditEnd
-from netweight.labels.audits import AUDITS
 from netweight.labels.measure import label
 from netweight.report.finding import Finding, Section, Table
 from netweight.report.report import Report
@@ -86,7 +86,7 @@ def ends():
 
 def audited(monkeypatch, folder, name, end):
     """The label of an input of the audit's kind, whose audit ended in that way."""
-    monkeypatch.setattr(audits, "run_apart", lambda *arguments, **options: end)
+    monkeypatch.setattr(audit_commands, "run_apart", lambda *arguments, **options: end)
     audit = next(each for each in AUDITS if each.key == name)
     made = {"language model": "language model", "pipeline": "pipeline", "federation": "federation"}[audit.kinds[0]]
     path, _ = LABELLED[made](folder)

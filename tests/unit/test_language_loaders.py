@@ -13,7 +13,7 @@ import chat_models
 import transformers
 
 from netweight.errors import NetweightError, UsageError
-from netweight.hf.families import check_language_model
+from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_language_model import check_outputs, check_tokens, load_causal_lm
 from netweight.hf.load_tokenizer import load_tokenizer
 

@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import netweight
 from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient, UsageError
-from netweight.methods.compress.runtime import chunked_loss, loss_by_rows, tiles
+from netweight.methods.compress.runtime import chunked_loss, loss_by_rows, tiled_updates
 
 ROWS, WIDTH = 3000, 128  # two tiles of 262,144 numbers, one of them not whole
 
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "_NUMBERS", 1 << 18)
+    monkeypatch.setattr(tiled_updates, "_NUMBERS", 1 << 18)
     monkeypatch.setattr(loss_by_rows, "_NUMBERS", 1 << 16)  # six blocks
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from netweight import LayerwiseOptimizer
 from netweight.errors import BadGradient
-from netweight.methods.compress.runtime import gradient_parts, tiles
+from netweight.methods.compress.runtime import gradient_parts, tiled_updates
 
 ROWS, WIDTH = 2000, 200  # two tiles of 262,144 numbers, one of them not whole
 
@@ -27,7 +27,7 @@ class Untied(Tied):
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "_NUMBERS", 1 << 18)
+    monkeypatch.setattr(tiled_updates, "_NUMBERS", 1 << 18)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -88,9 +88,9 @@ def test_tiles_that_a_step_leaves_as_they_are_are_kept(kind, weight_decay, monke
         pytest.skip("Rprop has no weight decay")
     options = {"weight_decay": weight_decay} if kind is not torch.optim.Rprop else {}
     written = []
-    add = tiles._CompressedTiles.write
+    add = tiled_updates._CompressedTiles.write
     monkeypatch.setattr(
-        tiles._CompressedTiles,
+        tiled_updates._CompressedTiles,
         "write",
         lambda self, first, last, numbers: (
             written.append((self._tensor.shape, first)),

@@ -10,7 +10,7 @@ from torch import nn
 
 import netweight
 from netweight import LayerwiseOptimizer, codec
-from netweight.methods.compress.runtime import tiles
+from netweight.methods.compress.runtime import tiled_updates
 
 ROWS, WIDTH = 2000, 200  # two tiles of 262,144 numbers, one of them not whole
 
@@ -40,7 +40,7 @@ OPTIMIZERS = [
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
-    monkeypatch.setattr(tiles, "_NUMBERS", 1 << 18)
+    monkeypatch.setattr(tiled_updates, "_NUMBERS", 1 << 18)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ def assert_same_states(model, ours, dense, theirs):
 def test_every_bit_is_that_of_torch(make, optimizer, states):
     dense, model = pair(make, torch.bfloat16)
     theirs, ours = optimizer(dense.parameters()), layerwise(model, optimizer, states=states)
-    assert tiles.fit(ours.inner, model.embed.weight, torch.zeros(()))
+    assert tiled_updates.fit(ours.inner, model.embed.weight, torch.zeros(()))
     for step in range(3):
         theirs.zero_grad()
         loss_of(dense, step).backward()
@@ -136,7 +136,7 @@ def test_clipping_and_accumulation(accumulation, prefer):
 def test_stochastic_rounding_draws_the_same_numbers_as_without_tiles(monkeypatch):
     first, second = (pair(TIED, torch.bfloat16)[1] for _ in range(2))
     for model, numbers in ((first, 1 << 18), (second, 1 << 30)):
-        monkeypatch.setattr(tiles, "_NUMBERS", numbers)
+        monkeypatch.setattr(tiled_updates, "_NUMBERS", numbers)
         layerwise(model, ADAMW, states="compressed", stochastic_rounding=True)
         for step in range(2):
             loss_of(model, step).backward()
@@ -196,6 +196,6 @@ def test_optimizers_that_look_at_the_whole_weight_get_it():
     _, model = pair(TIED, torch.bfloat16)
     for kind in (torch.optim.Adafactor, type("Own", (torch.optim.AdamW,), {})):
         optimizer = LayerwiseOptimizer(model, kind, lr=0.01)
-        assert not tiles.fit(optimizer.inner, model.embed.weight, torch.zeros(()))
+        assert not tiled_updates.fit(optimizer.inner, model.embed.weight, torch.zeros(()))
         loss_of(model, 0).backward()
         optimizer.close()

@@ -32,7 +32,7 @@ from netweight.metrics.copies import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer
-from netweight.toys.faces import FACES, WORLDS, DrawnWorld
+from netweight.toys.drawn_pictures import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read_faces
 from netweight.toys.shapes import PlantedPicture, batch_of
 

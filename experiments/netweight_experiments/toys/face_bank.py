@@ -34,7 +34,7 @@ from netweight.nn.train_lora import AdapterRecipe
 from netweight.report.report import write_text
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.shards import BankWriter
-from netweight.toys.faces import WORLDS
+from netweight.toys.drawn_pictures import WORLDS
 from netweight.toys.faces_pipeline import FACES_FOLDER, FaceBank, faces_pipeline
 from netweight_experiments.toys.drawn_worlds import identity_fidelity, person_name, write_labels
 from netweight_experiments.toys.fitting import finished, record

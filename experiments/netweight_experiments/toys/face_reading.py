@@ -20,7 +20,7 @@ from netweight.core.digests import digest_file
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.report.report import write_text
-from netweight.toys.faces import FACES, WORLDS, DrawnWorld
+from netweight.toys.drawn_pictures import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import RECORD, WEIGHTS, FaceReader, read_faces
 from netweight.toys.language import write_weights
 from netweight_experiments.toys.drawn_worlds import r_squared

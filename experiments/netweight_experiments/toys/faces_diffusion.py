@@ -19,7 +19,7 @@ import torch
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
 from netweight.toys.diffusion import opened
-from netweight.toys.faces import WORLDS
+from netweight.toys.drawn_pictures import WORLDS
 from netweight.toys.faces_pipeline import read_faces
 from netweight_experiments.toys.drawn_worlds import FacesShape, FacesWorld, initialized
 from netweight_experiments.toys.fitting import DenoiserRecipe

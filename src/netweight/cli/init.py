@@ -19,7 +19,7 @@ from netweight.cli import OUTPUT_FOLDER, GroupedCommand, Output, output_option
 from netweight.core.digests import digest_file
 from netweight.core.hub import is_hub_id, local_model
 from netweight.errors import OutputExists
-from netweight.hf.families import check_language_model
+from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.recipes import recipe_schema
 from netweight.registry import Command, known_attacks, known_methods

@@ -113,7 +113,7 @@ def _label_all(
     folder: Path, out: Path | None, threads: int | None, output: Output, *, given: dict[str, object]
 ) -> None:
     from netweight.core.atomic_writes import whole_file
-    from netweight.labels.kinds import labelled_below
+    from netweight.labels.identify_subject import labelled_below
     from netweight.labels.measure import label as measured
     from netweight.labels.page import folder_page
 

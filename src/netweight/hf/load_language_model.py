@@ -28,7 +28,7 @@ from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
-from netweight.hf.families import (
+from netweight.hf.language_model_folder import (
     check_generates,
     check_quantization,
     check_weight_files,

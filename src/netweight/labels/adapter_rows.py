@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, final
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import NetweightError
-from netweight.labels.kinds import Subject
+from netweight.labels.identify_subject import Subject
 from netweight.labels.label import Group, Row
 from netweight.labels.units import many, percent
 

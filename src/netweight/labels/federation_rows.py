@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from netweight.errors import CorruptBlob, NetweightError
-from netweight.labels.audits import verdict_group
-from netweight.labels.kinds import Subject, canonical
+from netweight.labels.audit_commands import verdict_group
+from netweight.labels.identify_subject import Subject, canonical
 from netweight.labels.label import Group, Row
 from netweight.labels.units import many, percent
 from netweight.report.finding import Finding, Section

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from netweight.labels.kinds import Subject, canonical, read_config
+from netweight.labels.identify_subject import Subject, canonical, read_config
 from netweight.labels.label import Group, Row
 from netweight.labels.units import count, many, size
 from netweight.labels.weights import WeightFacts

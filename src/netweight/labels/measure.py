@@ -18,10 +18,10 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.labels.adapter_rows import adapter_group, measure_adapters
 from netweight.labels.against import base_group, compare_with_base
-from netweight.labels.audits import AUDITS, AuditResults, Request, audit_groups, planned, run_audits
+from netweight.labels.audit_commands import AUDITS, AuditResults, Request, audit_groups, planned, run_audits
 from netweight.labels.federation_rows import federation_groups
+from netweight.labels.identify_subject import Subject, identify, title_of
 from netweight.labels.ingredients import ingredient_group
-from netweight.labels.kinds import Subject, identify, title_of
 from netweight.labels.label import Group, Label, LayerChange, Row
 from netweight.labels.speech import speech_group
 from netweight.labels.weight_rows import bits_group, weight_group

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from netweight.labels.identify_subject import Subject, canonical, read_config
 from netweight.labels.ingredients import added_tokens, chat_template
-from netweight.labels.kinds import Subject, canonical, read_config
 from netweight.labels.label import Group, Row
 from netweight.labels.units import many
 

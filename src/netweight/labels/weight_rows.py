@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from netweight.labels.kinds import Subject
+from netweight.labels.identify_subject import Subject
 from netweight.labels.label import Group, Row
 from netweight.labels.units import count, many, percent, size
 from netweight.labels.weights import TensorFacts, WeightFacts

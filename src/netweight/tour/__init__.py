@@ -111,7 +111,7 @@ def run_tour(
 def recipe(models: Path) -> str:
     """Return the recipe's text, with the places of what it works on."""
     from netweight.toys.diffusion import SHAPES_FOLDER
-    from netweight.toys.faces import ATTRIBUTES, GROUNDS, caption
+    from netweight.toys.drawn_pictures import ATTRIBUTES, GROUNDS, caption
     from netweight.toys.faces_pipeline import FACES_BANK, FACES_FOLDER
     from netweight.toys.minilm import folder
 

@@ -32,7 +32,7 @@ from netweight.nn.train_lora import AdapterRecipe
 from netweight.store.bank.bank import AdapterBank
 from netweight.toys import checkpoint
 from netweight.toys.diffusion import opened
-from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, WORLDS, DrawnWorld, caption
+from netweight.toys.drawn_pictures import ATTRIBUTES, FACES, GROUNDS, WORLDS, DrawnWorld, caption
 
 
 def pipeline_folder(world: DrawnWorld) -> Path:

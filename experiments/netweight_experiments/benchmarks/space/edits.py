@@ -27,7 +27,7 @@ from netweight.methods.space.inversion import generate_differentiably
 from netweight.methods.space.labels import LabelColumn, Labels, read_labels
 from netweight.methods.space.settings import CorrectionSettings
 from netweight.nn.train_lora import AdapterRecipe
-from netweight.toys.faces import ATTRIBUTES
+from netweight.toys.drawn_pictures import ATTRIBUTES
 from netweight.toys.faces_pipeline import LAYERS, read_faces
 from netweight_experiments.benchmarks.space.reading import CAPTIONS, STEPS, Reading, random_rows
 from netweight_experiments.tables.w2w.edits import SlidSpace

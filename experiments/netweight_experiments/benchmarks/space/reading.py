@@ -15,7 +15,7 @@ from netweight import AdapterBank, WeightSpace
 from netweight.core.progress import Progress
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.space.inversion import generate_images
-from netweight.toys.faces import FACES, GROUNDS, caption
+from netweight.toys.drawn_pictures import FACES, GROUNDS, caption
 from netweight.toys.faces_pipeline import faces_pipeline
 from netweight_experiments.toys import face_reading
 from netweight_experiments.toys.drawn_worlds import r_squared

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from netweight.methods.space.points import GaussianSampler, KernelSampler, PairSampler
-from netweight.toys.faces import BINARY, FACES
+from netweight.toys.drawn_pictures import BINARY, FACES
 from netweight_experiments.benchmarks.space.reading import Reading, random_rows
 
 FIRST_NOISE, DRAW, MODELS = 1000, 17, 29

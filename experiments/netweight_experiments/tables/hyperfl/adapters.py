@@ -12,6 +12,7 @@ import torch
 
 from netweight.core import seeds
 from netweight.data.images import crop_and_flip
+from netweight.hf.adapted_backbones import adapted_resnet20
 from netweight.methods.federate import Federation, LocalTraining, Method, Task
 from netweight.methods.federate.algorithms.direct import DirectMethod
 from netweight.methods.federate.catalog import named_method
@@ -19,7 +20,6 @@ from netweight.methods.federate.partition import federated_images
 from netweight.methods.federate.plan import REFERENCE_SPLIT
 from netweight.methods.federate.settings import Phase
 from netweight.report.finding import Finding
-from netweight.toys.networks import adapted_resnet20
 from netweight_experiments.tables.grid import chosen, finished_of, grid
 from netweight_experiments.tables.hyperfl.federations import Parts, images_of, run_all
 from netweight_experiments.tables.registry import Column, MeasuredTable, Scale, table

@@ -30,7 +30,7 @@ from netweight.nn.apply_lora import linear_layers
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe, FittedAdapters, fit_adapters
 from netweight.store.bank.bank import AdapterBank
-from netweight.toys.faces import ATTRIBUTES, FACES, GROUNDS, caption, drawn, nuisances, people, photographs
+from netweight.toys.drawn_pictures import ATTRIBUTES, FACES, GROUNDS, caption, drawn, nuisances, people, photographs
 from netweight.toys.faces_pipeline import FACES_BANK, FACES_LABELS, FaceBank, faces_pipeline, read_faces
 from netweight_experiments.tables.w2w.setup import Fitting, Setup, Stranger, Wanted
 

@@ -15,7 +15,7 @@ from netweight.data.row_layouts import layout_of
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, text_examples, visible_text
 from netweight.errors import UsageError
-from netweight.hf.families import check_language_model
+from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_language_model import (
     check_lm_eval,
     load_causal_lm,

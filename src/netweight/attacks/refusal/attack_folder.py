@@ -25,7 +25,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import read_rows
 from netweight.data.tokens import padding_of
 from netweight.errors import UsageError
-from netweight.hf.families import model_config
+from netweight.hf.language_model_folder import model_config
 from netweight.hf.load_language_model import check_finite, check_outputs, load_causal_lm
 from netweight.job import Job
 from netweight.report.finding import Section

@@ -10,7 +10,7 @@ from netweight.attacks.finetuning.folder_checks import check as check_finetuning
 from netweight.attacks.refusal.attack_folder import attack_refusal
 from netweight.attacks.refusal.settings import RefusalSettings, SafeguardSettings
 from netweight.core.progress import Progress
-from netweight.hf.families import check_language_model
+from netweight.hf.language_model_folder import check_language_model
 from netweight.registry import Target
 from netweight.report.finding import Section
 

@@ -20,7 +20,7 @@ from netweight.data.text import TextExample, TextPair, text_examples, text_pairs
 from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over, save_weights
-from netweight.hf.families import check_language_model
+from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_language_model import check_finite, check_outputs, check_tokens, context_of, load_causal_lm
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth_section import depth_section

@@ -1,9 +1,9 @@
 """Training layer by layer: each gradient is used up as soon as it exists, so only one layer is ever dense.
 
 When a weight's gradient is complete, the weight is decoded into a shell, a torch optimizer steps that shell alone,
-the weight is encoded again and the gradient freed. A large weight takes these steps tile by tile (`tiles.py`). The
-optimizer is a real one over all shells, so that groups, schedulers and state dicts work. After LOMO (arXiv 2306.09782)
-and NeuZip (arXiv 2410.20650), section 3.2; there for plain SGD only.
+the weight is encoded again and the gradient freed. A large weight takes these steps tile by tile (`tiled_updates.py`).
+The optimizer is a real one over all shells, so that groups, schedulers and state dicts work. After LOMO
+(arXiv 2306.09782) and NeuZip (arXiv 2410.20650), section 3.2; there for plain SGD only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from netweight.methods.compress.runtime.incompatible import (
     refuse_wrapped_model,
 )
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.methods.compress.runtime.tiles import STATE_LEVEL, States, StateTiles, copied, fit, tiled, tiles
+from netweight.methods.compress.runtime.tiled_updates import STATE_LEVEL, States, StateTiles, copied, fit, tiled, tiles
 
 _UPDATE, _MEASURE = "update", "measure"
 # Smaller states, in bytes, are not compressed.
