@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, final
 
 from netweight.core.weight_endings import PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
-from netweight.nn.lora import Adapter, LowRank, Truncation
+from netweight.nn.lora import Adapter, LowRank
 from netweight.store.lora_formats import metadata as headers
 from netweight.store.lora_formats import mlx
 from netweight.store.lora_formats import peft_settings as peft
@@ -130,7 +130,17 @@ def load_plan(plan: AdapterPlan) -> Adapter:
     return load_converted(plan).adapter
 
 
-def load_converted(plan: AdapterPlan) -> Truncation:
+@final
+class LoadedAdapter(NamedTuple):
+    """An adapter as it was read, and the error of its conversion."""
+
+    adapter: Adapter
+    """The adapter."""
+    relative_error: float
+    """Norm of what the conversion to LoRA lost, divided by the norm of the whole; 0 for a plain LoRA."""
+
+
+def load_converted(plan: AdapterPlan) -> LoadedAdapter:
     """Read the adapter that was planned, and the error of an adapter that is not a plain LoRA."""
     factors: dict[str, LowRank] = {}
     lost = 0.0
@@ -147,7 +157,7 @@ def load_converted(plan: AdapterPlan) -> Truncation:
                         refuse_not_finite(file, name, factors[name])
                         lost += left_out
     adapter = Adapter(dict(sorted(factors.items())), _vectors(plan))
-    return Truncation(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
+    return LoadedAdapter(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
 
 
 class _Task:
