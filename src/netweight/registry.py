@@ -377,11 +377,10 @@ class Method(Command[S]):
         if self.check is not None:
             also = {name: values.get(name) for name in self.checked_arguments}
             self.check(None if source is None else Path(source), settings, **also)
-        run = self._run_apply if self.run is None else self.run
-        if self.audits_itself:
-            whole: Result = run(settings, context, **values, audit=audited)
-            return whole
-        result: Result = run(settings, context, **values)
+        if self.run is not None and self.audits_itself:
+            return self.run(settings, context, **values, audit=audited)
+        run: Callable[..., Result] = self._run_apply if self.run is None else self.run
+        result = run(settings, context, **values)
         sections = list(result.sections)
         if audited and self.runnable:
             from netweight.report.audit import run_audits
