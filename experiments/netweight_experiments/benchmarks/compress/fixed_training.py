@@ -19,6 +19,7 @@ import torch
 
 import netweight
 from netweight.codec import fixed
+from netweight.codec.backend import compiled
 from netweight.methods.compress.runtime import storage
 
 WAYS = {"dense": None, "LOMO": None, "fixed, by operators": "speed", "fixed": "speed", "codec": "memory"}
@@ -47,7 +48,7 @@ def _trained(way: str, hidden: int) -> tuple[Any, torch.optim.Optimizer]:
 
 def _step(way: str, model: Any, optimizer: torch.optim.Optimizer, ids: torch.Tensor) -> tuple[float, float, str]:
     """Make a step; return its seconds, those of them in which weights were written, and the loss with all its bits."""
-    written, encode, native = 0.0, fixed.encode_fixed, fixed.compiled
+    written, encode, native = 0.0, fixed.encode_fixed, compiled
 
     def timed(weight: torch.Tensor) -> torch.Tensor:
         nonlocal written

@@ -16,9 +16,10 @@ from typing import Any
 from netweight.attacks.refusal.attack_folder import EDITS as EDITS_FILE
 from netweight.attacks.refusal.attack_folder import attack_refusal
 from netweight.attacks.refusal.edits import EDITS
-from netweight.attacks.refusal.settings import PHRASES, RefusalSettings
+from netweight.attacks.refusal.settings import RefusalSettings
 from netweight.core.progress import Progress
 from netweight.data.answers import holds_phrase
+from netweight.data.refusals import PHRASES
 from netweight.data.text import TextExample
 from netweight.data.tokens import tokenized_prompts
 from netweight.hf.generate_answers import end_tokens, generate_answers
