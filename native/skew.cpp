@@ -7,7 +7,7 @@ namespace netweight {
 namespace {
 
 constexpr size_t kMaxPalette = 256;
-constexpr PlaneShape kNibbles = {1, PlaneKind::integer, 0, 0, true, false};
+constexpr PlaneShape kNibbles = {1, PlaneKind::integer, 0, 0, true};
 
 // The values of two-byte elements, ascending; none when they are more than a palette holds.
 std::vector<u16> values_of(const u8* in, size_t count) {
@@ -135,7 +135,8 @@ void decode_halves(Reader& in, const u8* readable_end, size_t count, const Kerne
 
 u8* encode_skewed(const PlaneShape& shape, const Probe& found, const u8* in, size_t count, Level level, const Kernels& kernels, Scratch& scratch, u8* out,
                   int nesting) {
-  const PlaneShape part = {1, PlaneKind::integer, 0, 0, true, shape.split_off};
+  // The bytes of what a sparse plane left may have a likeliest value of their own, which may be split off.
+  const PlaneShape part = {1, PlaneKind::integer, 0, 0, true};
   if (shape.unit == 2 && found.few(2)) {
     if (const std::vector<u16> values = values_of(in, count); !values.empty()) {
       const auto index = padded(count);

@@ -47,11 +47,22 @@ def test_what_must_be_refused(name, path):
     assert caught.value.cure
 
 
-# In Python it takes half a minute; that it writes what the others do, tests/unit/test_codec.py asks of every type.
-@pytest.mark.parametrize("path", [*PATHS[:-1], pytest.param("python", marks=[pytest.mark.study] if PATHS[1:] else [])])
-def test_the_encoder_still_writes_the_same_bytes(path):
+SKEWED = ("BF16-zeros-", "BF16-palette-default", "BF16-repeated-high", "F32-zeros-default", "F32-one-sign-default")
+
+
+# All files take the encoder in Python a minute. So here it encodes those of which planes contain planes, and in the
+# study all others, too.
+@pytest.mark.parametrize(
+    ("path", "beginnings"),
+    [
+        *((path, "") for path in PATHS[:-1]),
+        ("python", SKEWED),
+        pytest.param("python", "", marks=[pytest.mark.study] if PATHS[1:] else []),
+    ],
+)
+def test_the_encoder_still_writes_the_same_bytes(path, beginnings):
     for name, expected in MANIFEST["accept"].items():
-        if name.startswith("unusual") or "source" in expected:
+        if name.startswith("unusual") or "source" in expected or not name.startswith(beginnings):
             continue
         blob = blob_of("accept", name)
         info, base = codec.info(blob), base_of(expected)

@@ -412,7 +412,8 @@ class Probe:
 
 def _skewed(plane: Plane, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:
     """A plane of skewed data in the mode that suits it; None when none does."""
-    part = Plane(1, inner=True, split_off=plane.split_off)
+    # The bytes of what a sparse plane left may have a likeliest value of their own, which may be split off.
+    part = Plane(1, inner=True)
     if plane.width == 2 and probe.few(2):
         values, index = np.unique(elements, return_inverse=True)
         if len(values) <= 256:
