@@ -40,7 +40,7 @@ def shrink():
     chapters["siss"]["treatments"][0]["forget"] |= {"steps": 4}
     chapters["federate"]["treatments"][0]["federate"] |= {"rounds": 1, "model": "tiny_networks:halves"}
     chapters["federate"]["attacks"][0]["server"] |= {
-        "images": 1, "softening": 1, "rounds": 1, "search_steps": 4
+        "updates": 1, "softening": 1, "rounds": 1, "search_steps": 4
     }  # fmt: skip
     chapters["forget"]["attacks"][0]["embedding"]["search"] |= {"steps": 2, "draws": 1, "images": 1}
     chapters["siss"]["treatments"][0]["forget"]["siss"] |= {"steps": 2, "images": 1}
