@@ -182,7 +182,7 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
     assert "neurons.seeds" in str(caught.value)
     bare = call("forget", "apply", SHAPES_FOLDER, tmp_path / "other", code=(2,))["error"]
     assert "closed-form needs targets and ordinary" in bare["message"]
-    assert all(option in bare["cure"] for option in ("--targets", "--ordinary"))
+    assert all(option in bare["message"] for option in ("--targets", "--ordinary"))
     assert not (tmp_path / "other").exists()
 
 
