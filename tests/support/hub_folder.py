@@ -238,7 +238,7 @@ def _hostile(hub, good, inside):
     hub.file("dora of another size", good | {f"{q}.dora_scale": hub.normal(5, 1)}, refused="the magnitude of")
     hub.file("under two names", good | {f"unet.{k}": v for k, v in inside.items()}, refused="under two names")
     hub.file("peft alone", {f"base_model.model.{k}": v for k, v in inside.items()}, refused="in peft's layout")
-    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="holds GLoRA")
+    hub.file("glora", {f"{q}.{k}.weight": hub.normal(2, 8) for k in ("a1", "a2", "b1", "b2")}, refused="contains GLoRA")
     hub.file("ia3", {f"{q}.weight": hub.normal(12, 1), f"{q}.on_input": torch.tensor(False)}, refused="IA³")
     hub.file("pivotal tuning", {"unet:0:up": hub.normal(12, 2), "unet:0:down": hub.normal(2, 8)}, refused="factor of a")
     hub.file("dylora", {f"{q}.lora_A.0": hub.normal(1, 8), f"{q}.lora_B.0": hub.normal(12, 1)}, refused="factor of a")
