@@ -637,7 +637,7 @@ def test_a_server_has_no_data_and_needs_an_absolute_folder(tmp_path):
     with pytest.raises(UsageError, match="does not have the data of client"):
         task_of_server(None).client(0)
     app = server_app(task_of_server, METHODS["fedavg"], folder="somewhere")
-    with pytest.raises(UsageError, match="not absolute"):
+    with pytest.raises(UsageError, match="not an absolute path"):
         app(new_grid(METHODS["fedavg"]), Context(1, 1, {}, RecordDict(), {}, 0))
 
 
