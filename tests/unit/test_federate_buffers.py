@@ -162,7 +162,7 @@ NETWORKS: dict[str, Callable[[], tuple[nn.Module, nn.Module]]] = {
     "dropout and batch norm": lambda: (
         nn.Sequential(linear(), nn.BatchNorm1d(5), nn.Dropout(0.4)), nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
     ),
-    "group norm": lambda: (nn.Sequential(linear(), nn.GroupNorm(5, 5), nn.ReLU()), nn.Linear(5, 3)),
+    "group norm": lambda: (nn.Sequential(linear(), nn.GroupNorm(1, 5), nn.ReLU()), nn.Linear(5, 3)),
     "instance norm with statistics": lambda: (
         nn.Sequential(nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), linear()),
         nn.Linear(5, 3),
