@@ -110,7 +110,7 @@ def test_bad_input_is_named_before_any_search(case, tmp_path):
     table.write_text("prompt,image\na,targets.csv\n")
     assert "not a picture that Pillow can read" in refused("--targets", str(table))
     assert "model_index.json" in refused("--base", str(tmp_path))
-    assert "go together" in refused("--sscd", str(table))
+    assert "must be given together" in refused("--sscd", str(table))
     assert "has the SHA-256" in refused("--sscd", str(table), "--sscd-sha256", "0" * 64)
     assert "'frozen' does not name a path" in refused("--also", "frozen")
     assert "Give it another name" in refused("--also", f"edited={case / 'base'}")
