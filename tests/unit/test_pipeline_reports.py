@@ -170,10 +170,10 @@ def test_a_pipeline_of_code_of_its_own_is_not_run(folder, tmp_path):
     index = folder / "model_index.json"
     about = json.loads(index.read_text())
     index.write_text(json.dumps(about | {"_class_name": ["mine", "Mine"]}))
-    with pytest.raises(UnsafeInput, match="needs program code .* is not run here"):
+    with pytest.raises(UnsafeInput, match=r"needs program code .* is not run here"):
         load_text_to_image(folder)
     index.write_text(json.dumps(about | {"unet": ["mine", "Mine"]}))
-    with pytest.raises(UnsafeInput, match="needs program code .* is not run here"):
+    with pytest.raises(UnsafeInput, match=r"needs program code .* is not run here"):
         load_text_to_image(folder)
     assert not marker.exists()
     index.write_text(json.dumps(about | {"_class_name": "OwnPipeline"}))
