@@ -75,7 +75,7 @@ def test_bad_plans_are_refused_before_any_attack(tmp_path):
         here([], SETTINGS, GOAL, folder=tmp_path)
     with pytest.raises(UsageError, match=r"'attacked_models:nothing' cannot be imported.*has no 'nothing'"):
         here([SubjectName("x", "attacked_models:nothing")], SETTINGS, GOAL, folder=tmp_path)
-    with pytest.raises(UsageError, match="makes a list, not a Subject"):
+    with pytest.raises(UsageError, match="returns a list, not a Subject"):
         here(
             [SubjectName("x", "attacked_models:cipher", {"shift": 1, "first": 1, "last": 5})],
             SETTINGS,
