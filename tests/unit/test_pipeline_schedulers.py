@@ -77,7 +77,7 @@ def test_a_denoiser_without_a_size_is_asked_for_one():
 def test_a_size_that_the_autoencoder_cannot_make_is_refused():
     with pytest.raises(UsageError, match="multiples of 2"):
         text_to_image(stable_diffusion(), size=(15, 16))
-    with pytest.raises(UsageError, match="The size 'large' is none"):
+    with pytest.raises(UsageError, match="'large' is not a size"):
         PipelineSettings(size="large")
 
 
