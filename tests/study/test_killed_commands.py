@@ -31,7 +31,7 @@ from folders_under_test import transformers_folder
 from netweight.attacks.gradient_inversion.client import gradient_of, known_parameters
 from netweight.cli import netweight
 from netweight.metrics.images import write_png
-from netweight.nn import Adapter, LowRankUpdate
+from netweight.nn import Adapter, LowRank
 from netweight.nn.apply_lora import linear_layers
 from netweight.store import open_store
 from netweight.store.lora_formats.writing import write_adapter
@@ -139,7 +139,7 @@ def adapted():
     rows = ["name,beard"]
     for number in range(12):
         factors = {
-            name: LowRankUpdate(torch.randn(1, size[1], generator=noise), torch.randn(size[0], 1, generator=noise), 0.5)
+            name: LowRank(torch.randn(1, size[1], generator=noise), torch.randn(size[0], 1, generator=noise), 0.5)
             for name, size in shapes.items()
         }
         write_adapter(Adapter(factors), Path(f"loras/person-{number:02d}.safetensors"))
