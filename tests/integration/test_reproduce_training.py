@@ -29,6 +29,7 @@ TINY = {
 
 def call(*arguments):
     result = CliRunner().invoke(netweight, [str(part) for part in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (0, 1), result.output
     return json.loads(result.stdout)
 
