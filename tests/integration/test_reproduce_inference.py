@@ -193,7 +193,7 @@ def test_what_is_missing_is_named(tmp_path, own_texts, arguments, says):
 def test_without_data_nothing_is_measured(tmp_path, monkeypatch):
     monkeypatch.delenv("NETWEIGHT_DATA", raising=False)
     for table in ("neuzip-table3-decoder", "neuzip-table3-encdec", "neuzip-table4", "neuzip-fig3"):
-        with pytest.raises(MissingExtra, match="folder that contains text/"):
+        with pytest.raises(MissingExtra, match="folder that holds text/"):
             run_table(table, out=tmp_path)
 
 
