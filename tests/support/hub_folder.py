@@ -400,7 +400,9 @@ def build(folder, weights):
     hub.cases.append(Case("a link to nothing.safetensors", None, None, "no file"))
     _hostile(hub, good, inside)
     hub.file("integers", {key: value.int() for key, value in good.items()}, refused="dtype I32")
-    hub.file("unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8)}, refused="is not in an")
+    hub.file("unknown names", {"lora_unet_somewhere_else.lora_down.weight": hub.normal(2, 8),
+                               "lora_unet_somewhere_else.lora_up.weight": hub.normal(8, 2)},
+             refused="is not in an")  # fmt: skip
     hub.file("oft", {f"{q}.oft_blocks": hub.normal(2, 4, 4)}, refused="OFT")
     hub.file("not an adapter", {"model.embed_tokens.weight": hub.normal(4, 4)}, refused="factor of a")
     hub.file("wrong shape", {f"{q}.lora_down.weight": hub.normal(2, 9), f"{q}.lora_up.weight": hub.normal(12, 2)},

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, final
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 Layout = Literal["diffusers", "peft", "kohya", "comfyui"]
 """Whose files: diffusers', peft's, kohya's flattened names, or the authors' names as ComfyUI reads them."""
 
-"""Endings of files that are pickles."""
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
-_TURNED: Mapping[Role, Role] = {"lora_a": "down", "lora_b": "up"}  # mlx-lm's, which are the other way round
+# Factors of mlx-lm, which are transposed → the role of the factor in peft.
+_TURNED: Mapping[Role, Role] = {"lora_a": "down", "lora_b": "up"}
 Rows = tuple[tuple[int, int], ...]
 """Ranges of rows, in order; empty for all as they are."""
 
@@ -150,30 +150,24 @@ def refuse_pickle(path: Path) -> None:
         )
 
 
-def plan_part(
-    file: Path,
-    store: Store,
-    name: str,
-    roles: Mapping[Role, str],
-    scale_of: Callable[[int | None], float],
-    conversion: Conversion | None,
-) -> Part:
-    """Find the shape and scale of one module's change.
+def structure_of(file: Path, store: Store, name: str, factors: Mapping[Role, str]) -> Structure:
+    """Find the rank, rows, columns and kernel of one module's change from the header of its file.
 
     Args:
         file: The file, for messages.
         store: The file, opened.
         name: The module as the file writes it.
-        roles: What a tensor is → its name.
-        scale_of: Rank → scale.
-        conversion: How other kinds become LoRAs.
+        factors: Role of a factor → its tensor's name; an alpha is ignored.
+
+    Returns:
+        The structure, of any kind of adapter.
 
     Raises:
         CorruptBlob: A factor is missing, or shapes contradict each other.
         Unsupported: A dtype or shape is none of a LoRA's.
-        UsageError: The rank is 0, or the scale is not a finite number.
+        UsageError: The rank is 0.
     """
-    infos = {role: store.info(tensor) for role, tensor in roles.items() if role != "alpha"}
+    infos = {role: store.info(tensor) for role, tensor in factors.items() if role != "alpha"}
     for info in infos.values():
         if info.dtype not in _DTYPES:
             raise Unsupported(
@@ -181,12 +175,37 @@ def plan_part(
                 cure=f"Save it as {', '.join(_DTYPES)}.",
             )
     shapes = _shapes_turned({role: info.shape for role, info in infos.items()}, name, file)
-    structured = _pair(shapes, name, file) if kind_of(roles) == "lora" else structure(shapes, name, file)
-    scale = scale_of(structured.rank)
+    return _pair(shapes, name, file) if kind_of(factors) == "lora" else structure(shapes, name, file)
+
+
+def plan_part(
+    file: Path,
+    name: str,
+    factors: Mapping[Role, str],
+    structure: Structure,
+    scale: float,
+    conversion: Conversion | None,
+) -> Part:
+    """Describe one module's change in a file.
+
+    Args:
+        file: The file.
+        name: The module as the file writes it, for messages.
+        factors: Role of a tensor → its name.
+        structure: Rank, shape and kernel of the change (`structure_of`).
+        scale: Factor of the change.
+        conversion: How other kinds become LoRAs.
+
+    Returns:
+        The part. The rank of a kind that is converted is at most the conversion's.
+
+    Raises:
+        UsageError: The scale is not a finite number.
+    """
     if not math.isfinite(scale):
         raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or correct its alpha.")
-    part = Part(file, dict(roles), scale, structured.rank or 0, structured.shape, structured.kernel)
-    return replace(part, rank=min(conversion.rank, *structured.shape)) if part.converts and conversion else part
+    part = Part(file, dict(factors), scale, structure.rank or 0, structure.shape, structure.kernel)
+    return replace(part, rank=min(conversion.rank, *structure.shape)) if part.converts and conversion else part
 
 
 def with_rows(part: Part, rows: Rows) -> Part:

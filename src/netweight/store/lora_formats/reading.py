@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, final
 
@@ -21,7 +20,7 @@ from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify, written_as_usual
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, Piece
-from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, Conversion, refuse_kinds
+from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, Conversion, Structure, refuse_kinds
 from netweight.store.lora_formats.parts import (
     AdapterPlan,
     Part,
@@ -29,6 +28,7 @@ from netweight.store.lora_formats.parts import (
     load_part,
     plan_part,
     refuse_pickle,
+    structure_of,
     take_rows,
     with_rows,
 )
@@ -78,7 +78,7 @@ def plan_adapter(
         UnsafeInput: It is a pickle.
         CorruptBlob: A file is damaged, incomplete or contradicts itself.
     """
-    plan = replace(_plan(Path(path), _Task(model, conversion, naming)), conversion=conversion)
+    plan = replace(_Planner(model, conversion, naming).plan(Path(path)), conversion=conversion)
     if model is None:
         return plan
     return replace(plan, parts={_own(model, name, plan.path): part for name, part in plan.parts.items()})
@@ -160,13 +160,6 @@ def load_converted(plan: AdapterPlan) -> LoadedAdapter:
     return LoadedAdapter(adapter, math.sqrt(lost / (lost + adapter.norm() ** 2)) if lost else 0.0)
 
 
-class _Task:
-    """Task of planning files."""
-
-    def __init__(self, model: ModelNames | None, conversion: Conversion | None, naming: Naming | None) -> None:
-        self.model, self.conversion, self.naming = model, conversion, naming
-
-
 def _vectors(plan: AdapterPlan) -> dict[str, Tensor]:
     vectors = {}
     for name, part in sorted(plan.vectors.items()):
@@ -176,76 +169,145 @@ def _vectors(plan: AdapterPlan) -> dict[str, Tensor]:
     return vectors
 
 
-def _plan(path: Path, task: _Task) -> AdapterPlan:
-    if path.is_file():
-        refuse_pickle(path)
-        planned = {peft.WEIGHTS: _plan_peft, mlx.WEIGHTS: _plan_mlx}.get(path.name)
-        return _plan_file(path, path, task) if planned is None else planned(path, task)
-    if not path.is_dir():
-        raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
-    if (path / mlx.WEIGHTS).is_file() and not (path / peft.WEIGHTS).is_file():
-        return _plan_mlx(path / mlx.WEIGHTS, task)
-    if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
-        return _plan_peft(_peft_weights(path), task)
-    parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
-    if parts:
-        return _joined(path, [_plan_peft(_peft_weights(folder), task) for folder in parts])
-    return _plan_file(_only_file(path), path, task)
+@final
+@dataclass(frozen=True)
+class _Planner:
+    """Planner of adapters, of whatever program wrote them."""
 
+    model: ModelNames | None
+    """Names of the model that the adapter is for; None if they are not known."""
+    conversion: Conversion | None
+    """Conversion of other kinds of adapters to LoRAs; None refuses them."""
+    naming: Naming | None
+    """Table of names of the architecture; None determines it from the file."""
 
-def _plan_file(file: Path, path: Path, task: _Task) -> AdapterPlan:
-    """Plan a file that says its scales itself."""
-    with open_store(file) as store:
-        names = store.names()
-        if not names:
-            raise UsageError(f"{file} contains no tensor.", cure="Leave it out.")
-        header = store.files[0].metadata
-        located, remarks, kohya_ends = _locate(file, store, names, task)
-        if turned := next((roles for roles in located.values() if "lora_a" in roles), None):
+    def plan(self, path: Path) -> AdapterPlan:
+        """Plan a file, or a folder with one file, of peft, of mlx-lm, or with a folder of peft per component."""
+        if path.is_file():
+            refuse_pickle(path)
+            planned = {peft.WEIGHTS: self._peft, mlx.WEIGHTS: self._mlx}.get(path.name)
+            return self._file(path, path) if planned is None else planned(path)
+        if not path.is_dir():
+            raise UsageError(f"There is no file or folder {path}.", cure="Check the path.")
+        if (path / mlx.WEIGHTS).is_file() and not (path / peft.WEIGHTS).is_file():
+            return self._mlx(path / mlx.WEIGHTS)
+        if (path / peft.CONFIG).is_file() or (path / peft.WEIGHTS).is_file():
+            return self._peft(_peft_weights(path))
+        parts = [path / name for name in COMPONENTS if (path / name / peft.CONFIG).is_file()]
+        if parts:
+            return _joined(path, [self._peft(_peft_weights(folder)) for folder in parts])
+        return self._file(_only_file(path), path)
+
+    def _file(self, file: Path, path: Path) -> AdapterPlan:
+        """Plan a file that states its scales itself."""
+        with open_store(file) as store:
+            names = store.names()
+            if not names:
+                raise UsageError(f"{file} contains no tensor.", cure="Leave it out.")
+            header = store.files[0].metadata
+            located, remarks, kohya_ends = _locate(file, store, names, self.conversion)
+            if turned := next((roles for roles in located.values() if "lora_a" in roles), None):
+                raise UsageError(
+                    f"{file}: {turned['lora_a']} is a factor in the layout of mlx-lm, whose scale is in {peft.CONFIG}.",
+                    cure=f"Rename the file to {mlx.WEIGHTS}, and put it beside {peft.CONFIG}.",
+                )
+            modules = _modules(file, store, located)
+            identity = identify(
+                {name: module.shape for name, module in modules.items()},
+                file,
+                notes=header,
+                naming=self.naming,
+                model=self.model,
+            )
+            # Some trainers write peft's prefix into files of scale 1; their tables say so.
+            usual = identity.naming is not None and written_as_usual(identity.naming, list(located))
+            without_scale = identity.spelling != "comfyui" and not usual
+            if without_scale and any(name.startswith(peft.PREFIX) for name in names):
+                raise UsageError(
+                    f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
+                    cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
+                )
+            settings = peft.settings_said(header, file, self.conversion)
+            has_alphas = any("alpha" in roles for roles in located.values())
+            network = None if has_alphas or settings else headers.network_alpha(header, file)
+            scales = _Scales(file, store, settings, network, header)
+            parts, vectors = _parts(file, modules, identity, scales, self.conversion)
+            bases = {one.base for one in settings.values() if one.base}
+            layout = identity.spelling if identity.spelling != "peft" else "diffusers"
+            if vectors:
+                remarks.append(
+                    f"{len(vectors)} changes of biases, norms or other vectors, such as {next(iter(vectors))}, are "
+                    "carried along as they are."
+                )
+            bare = {name for name, module in modules.items() if module.vectors.keys() == module.roles.keys()}
+            noted = headers.number(header, "ss_network_alpha"), headers.number(header, "ss_network_dim")
+            if all(noted) and noted[0] != noted[1] and not (has_alphas or settings or network):
+                remarks.append(
+                    f"The header notes alpha {noted[0]:g} for rank {noted[1]:g}, but the file has no alphas; it is "
+                    "read with scale 1, as other programs do."
+                )
+            identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
+            return AdapterPlan(
+                path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
+                headers.summary(header), None, vectors, {}, identity.naming, identity.others, header,
+                tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, has_alphas,
+            )  # fmt: skip
+
+    def _peft(self, file: Path) -> AdapterPlan:
+        """Plan peft's weights, with the settings beside them."""
+        config = file.with_name(peft.CONFIG)
+        if not config.is_file():
             raise UsageError(
-                f"{file}: {turned['lora_a']} is a factor in the layout of mlx-lm, whose scale is in {peft.CONFIG}.",
-                cure=f"Rename the file to {mlx.WEIGHTS}, and put it beside {peft.CONFIG}.",
+                f"{config} is missing, so the scale of {file.name} is not known.", cure="Also fetch that file."
             )
-        identity = identify(
-            {name: _rough_shape(store, roles) for name, roles in located.items()},
-            file,
-            notes=header,
-            naming=task.naming,
-            model=task.model,
-        )
-        # Some trainers write peft's prefix into files of scale 1; their tables say so.
-        usual = identity.naming is not None and written_as_usual(identity.naming, list(located))
-        without_scale = identity.spelling != "comfyui" and not usual
-        if without_scale and any(name.startswith(peft.PREFIX) for name in names):
-            raise UsageError(
-                f"{file} is in peft's layout, but is not called {peft.WEIGHTS}, so its scale is not known.",
-                cure=f"Put it in a folder under that name, beside its {peft.CONFIG}.",
-            )
-        settings = peft.settings_said(header, file, task.conversion)
-        has_alphas = any("alpha" in roles for roles in located.values())
-        network = None if has_alphas or settings else headers.network_alpha(header, file)
-        scales = _Scales(file, store, settings, network, header)
-        parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
-        bases = {one.base for one in settings.values() if one.base}
-        layout = identity.spelling if identity.spelling != "peft" else "diffusers"
-        if vectors:
-            remarks.append(
-                f"{len(vectors)} changes of biases, norms or other vectors, such as {next(iter(vectors))}, are carried "
-                "along as they are."
-            )
-        bare = {name for name, roles in located.items() if all(_is_vector(store, *each) for each in roles.items())}
-        noted = headers.number(header, "ss_network_alpha"), headers.number(header, "ss_network_dim")
-        if all(noted) and noted[0] != noted[1] and not (has_alphas or settings or network):
-            remarks.append(
-                f"The header notes alpha {noted[0]:g} for rank {noted[1]:g}, but the file has no alphas; it is read "
-                "with scale 1, as other programs do."
-            )
-        identity = replace(identity, unknown=tuple(name for name in identity.unknown if name not in bare))
+        settings = peft.LoraSettings.read(config, conversion=self.conversion)
+        with open_store(file) as store:
+            whole = _replacements(file, store, self.conversion)
+            names = [name for name in store.names() if name not in {each.tensor for each in whole.values()}]
+            located, remarks, kohya_ends = _locate(file, store, names, self.conversion)
+            header = store.files[0].metadata
+            inside = header.get(headers.COMPONENT)
+            component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
+            experts = _experts(file, store, located, settings, self.model)
+            identity = Identity(None, {}, "peft")
+            vectors: dict[str, VectorPart] = {}
+            parts: dict[str, Part] = {}
+            if located:
+                modules = _modules(file, store, located)
+                identity = identify(
+                    {name: module.shape for name, module in modules.items()},
+                    file,
+                    notes=header,
+                    naming=self.naming,
+                    model=self.model,
+                    component=component,
+                )
+                scales = _PeftScales(config, settings, {piece.module: name for name, pieces in identity.pieces.items()
+                                                        for piece in pieces})  # fmt: skip
+                parts, vectors = _parts(file, modules, identity, scales, self.conversion)
+            parts |= experts
+            if experts and settings.unsloth:
+                remarks.append(
+                    "Unsloth trained this adapter of experts. It is read as peft defines the file; releases of Unsloth "
+                    "that arrange lora_B by experts mean another change, and the file does not state the release."
+                )
         return AdapterPlan(
-            path, layout, parts, bases.pop() if len(bases) == 1 else headers.base_model(header),
-            headers.summary(header), None, vectors, {}, identity.naming, identity.others, header,
-            tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends, has_alphas,
+            file.parent, "peft", parts, settings.base, {}, None, vectors,
+            {f"{component}.{name}" if component else name: each for name, each in whole.items()}, identity.naming,
+            identity.others, header, tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends,
+            transposed=settings.transposed,
         )  # fmt: skip
+
+    def _mlx(self, file: Path) -> AdapterPlan:
+        """Plan an adapter of mlx-lm, with the settings beside it."""
+        settings = mlx.MlxSettings.read(file.with_name(peft.CONFIG))
+        with open_store(file) as store:
+            located, remarks, _ = _locate(file, store, store.names(), self.conversion)
+            modules = _modules(file, store, located)
+            shapes = {name: module.shape for name, module in modules.items()}
+            identity = identify(shapes, file, naming=self.naming, model=self.model)
+            parts, _ = _parts(file, modules, identity, _OneScale(settings.scale), self.conversion)
+        return AdapterPlan(file.parent, "peft", parts, settings.base, naming=identity.naming, remarks=tuple(remarks))
 
 
 class _Scales:
@@ -296,12 +358,12 @@ class _Scales:
 
 
 def _locate(
-    file: Path, store: Store, names: list[str], task: _Task
+    file: Path, store: Store, names: list[str], conversion: Conversion | None
 ) -> tuple[dict[str, dict[Role, str]], list[str], bool]:
     """Find the tensors of each module: module as the file writes it → role → tensor."""
     left_out = [name for name in names if name.endswith(_OF_THE_BASE) or name.startswith("bundle_emb.")]
     names = [name for name in names if name not in left_out]
-    refuse_kinds(file, {name: len(store.info(name).shape) for name in names}, task.conversion)
+    refuse_kinds(file, {name: len(store.info(name).shape) for name in names}, conversion)
     apart = take_all_apart(names)
     located: dict[str, dict[Role, str]] = {}
     for name, each in apart.items():
@@ -338,67 +400,79 @@ def _no_part(file: Path, name: str) -> Unsupported:
     )
 
 
-def _rough_shape(store: Store, roles: Mapping[Role, str]) -> tuple[int, int]:
-    """Rows and columns of a module's change, as far as a look at its tensors tells: 1 where they do not."""
-    shapes = {role: store.info(name).shape for role, name in roles.items()}
-    if "up" in shapes and "down" in shapes and len(shapes["up"]) > 1 and len(shapes["down"]) > 1:
-        return shapes["up"][0], math.prod(shapes["down"][1:])
-    if "embedding_A" in shapes and "embedding_B" in shapes:
-        return shapes["embedding_A"][-1], shapes["embedding_B"][0]
-    if "lora_a" in shapes and "lora_b" in shapes:
-        return shapes["lora_b"][-1], shapes["lora_a"][0]
-    if "hada_w1_a" in shapes and "hada_w1_b" in shapes:
-        side = 1 if "hada_t1" in shapes else 0
-        return shapes["hada_w1_a"][side], math.prod(shapes["hada_w1_b"][1:])
-    if any(role.startswith("lokr") for role in shapes):
-        rows = columns = 1
-        for number in (1, 2):
-            whole = shapes.get(f"lokr_w{number}")
-            left, right = (shapes.get(f"lokr_w{number}_{side}", (1, 1)) for side in "ab")
-            rows *= whole[0] if whole else left[1 if number == 2 and "lokr_t2" in shapes else 0]
-            columns *= math.prod((whole or right)[1:])
-        return rows, columns
+@final
+@dataclass(frozen=True)
+class _ModuleTensors:
+    """Tensors of one module, under the name that the file gives it."""
+
+    roles: Mapping[Role, str]
+    """Role → tensor, of all tensors."""
+    factors: Mapping[Role, str]
+    """Role → tensor, of those that change a matrix, and of the alpha."""
+    vectors: Mapping[Role, str]
+    """Role → tensor, of those that change a bias, a norm or another parameter that is not a matrix."""
+    structure: Structure | None
+    """Rank, shape and kernel of the change of the matrix; None where only vectors change."""
+    shape: tuple[int, int]
+    """Rows and columns of the change, by which architectures are told apart."""
+
+
+def _modules(file: Path, store: Store, located: Mapping[str, Mapping[Role, str]]) -> dict[str, _ModuleTensors]:
+    """Find the structure of each module's change from the shapes of its tensors."""
+    modules = {}
+    for written, roles in located.items():
+        vectors = {role: name for role, name in roles.items() if _is_vector(store, role, name)}
+        factors = {role: name for role, name in roles.items() if role not in vectors}
+        structure = None
+        if factors.keys() - {"alpha"}:
+            structure = structure_of(file, store, written, factors)
+            shape = structure.shape
+        elif vectors:
+            shape = _shape_of_vectors(store, vectors)
+        else:
+            raise CorruptBlob(
+                f"{file}: {written} has no down (lora_A) factor and no up (lora_B) factor, but {roles['alpha']!r}.",
+                cure="The file is incomplete: fetch it again.",
+            )
+        modules[written] = _ModuleTensors(roles, factors, vectors, structure, shape)
+    return modules
+
+
+def _shape_of_vectors(store: Store, vectors: Mapping[Role, str]) -> tuple[int, int]:
+    """Rows and columns of a module of which only vectors change; 1 and 1 where no vector has a side of the module."""
     for role in ("diff", "diff_b", "up_bias", "w_norm", "b_norm"):
-        if shapes.get(role):
-            return shapes[role][0], math.prod(shapes[role][1:])
+        if role in vectors and (shape := store.info(vectors[role]).shape):
+            return shape[0], math.prod(shape[1:])
     return 1, 1
 
 
 def _parts(
     file: Path,
-    store: Store,
-    located: Mapping[str, Mapping[Role, str]],
+    modules: Mapping[str, _ModuleTensors],
     identity: Identity,
     scales: _Scales,
     conversion: Conversion | None,
 ) -> tuple[dict[str, Part], dict[str, VectorPart]]:
-    """Pair the tensors of each module, and divide those of fused modules."""
+    """Divide the changes of modules that the authors fused, and give each module its scale."""
     parts: dict[str, Part] = {}
     vectors: dict[str, VectorPart] = {}
-    for written, roles in located.items():
+    for written, module in modules.items():
         pieces = identity.pieces[written]
-        flat = {role: name for role, name in roles.items() if _is_vector(store, role, name)}
-        factors = {role: name for role, name in roles.items() if role not in flat}
         scale = 1.0
-        if factors.keys() - {"alpha"}:
-            first = pieces[0].module
-            whole = plan_part(file, store, written, factors, partial(scales.of, first, roles), conversion)
-            scale = whole.scale
-            embeds = EMBEDDING if "embedding_A" in factors else ""
+        if module.structure is not None:
+            scale = scales.of(pieces[0].module, module.roles, module.structure.rank)
+            whole = plan_part(file, written, module.factors, module.structure, scale, conversion)
+            embeds = EMBEDDING if "embedding_A" in module.factors else ""
             for piece in pieces:
                 if piece.module in parts:
                     other = next(iter(parts[piece.module].tensors.values()))
                     raise CorruptBlob(
-                        f"{file} contains {piece.module} under two names: {other} and {next(iter(factors.values()))}.",
+                        f"{file} contains {piece.module} under two names: {other} and "
+                        f"{next(iter(module.factors.values()))}.",
                         cure="Fetch the file again, or remove one of the two.",
                     )
                 parts[piece.module + embeds] = with_rows(whole, piece.rows)
-        elif not flat:
-            raise CorruptBlob(
-                f"{file}: {written} has no down (lora_A) factor and no up (lora_B) factor, but {roles['alpha']!r}.",
-                cure="The file is incomplete: fetch it again.",
-            )
-        for role, name in flat.items():
+        for role, name in module.vectors.items():
             for piece in pieces:
                 vectors[f"{piece.module}.{_VECTORS[role]}"] = _vector(file, name, role, scale, piece)
     if not parts:
@@ -429,54 +503,9 @@ def _peft_weights(folder: Path) -> Path:
     raise UsageError(f"{folder} contains no {peft.WEIGHTS}.", cure="Also fetch the adapter's weights.")
 
 
-def _plan_peft(file: Path, task: _Task) -> AdapterPlan:
-    """Plan peft's weights, with the settings beside them."""
-    config = file.with_name(peft.CONFIG)
-    if not config.is_file():
-        raise UsageError(
-            f"{config} is missing, so the scale of {file.name} is not known.", cure="Also fetch that file."
-        )
-    settings = peft.LoraSettings.read(config, conversion=task.conversion)
-    with open_store(file) as store:
-        whole = _replacements(file, store, task)
-        names = [name for name in store.names() if name not in {each.tensor for each in whole.values()}]
-        located, remarks, kohya_ends = _locate(file, store, names, task)
-        header = store.files[0].metadata
-        inside = header.get(headers.COMPONENT)
-        component = inside or (file.parent.name if file.parent.name in COMPONENTS else None)
-        experts = _experts(file, store, located, settings, task)
-        identity = Identity(None, {}, "peft")
-        vectors: dict[str, VectorPart] = {}
-        parts: dict[str, Part] = {}
-        if located:
-            identity = identify(
-                {name: _rough_shape(store, roles) for name, roles in located.items()},
-                file,
-                notes=header,
-                naming=task.naming,
-                model=task.model,
-                component=component,
-            )
-            scales = _PeftScales(config, settings, {piece.module: name for name, pieces in identity.pieces.items()
-                                                    for piece in pieces})  # fmt: skip
-            parts, vectors = _parts(file, store, located, identity, scales, task.conversion)
-        parts |= experts
-        if experts and settings.unsloth:
-            remarks.append(
-                "Unsloth trained this adapter of experts. It is read as peft defines the file; releases of Unsloth "
-                "that arrange lora_B by experts mean another change, and the file does not state the release."
-            )
-    return AdapterPlan(
-        file.parent, "peft", parts, settings.base, {}, None, vectors,
-        {f"{component}.{name}" if component else name: each for name, each in whole.items()}, identity.naming,
-        identity.others, header, tuple(each for each in (identity.sentence(), *remarks) if each), kohya_ends,
-        transposed=settings.transposed,
-    )  # fmt: skip
-
-
-def _replacements(file: Path, store: Store, task: _Task) -> dict[str, VectorPart]:
+def _replacements(file: Path, store: Store, conversion: Conversion | None) -> dict[str, VectorPart]:
     """Parameters that take the place of the model's own, where such are wanted: parameter's name → where it lies."""
-    if task.conversion is None or not task.conversion.replacements:
+    if conversion is None or not conversion.replacements:
         return {}
     replacements = {}
     for name in store.names():
@@ -491,7 +520,7 @@ def _experts(
     store: Store,
     located: dict[str, dict[Role, str]],
     settings: peft.LoraSettings,
-    task: _Task,
+    model: ModelNames | None,
 ) -> dict[str, Part]:
     """Plan the experts of packed parameters (`target_parameters`), and take their tensors out of `located`."""
     owners: dict[str, list[str]] = {}
@@ -505,7 +534,7 @@ def _experts(
             f"{file} contains no factors of {lacking[0]}, which its settings name among target_parameters.",
             cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
         )
-    order = None if task.model is None else task.model.parameters
+    order = None if model is None else model.parameters
     parts: dict[str, Part] = {}
     for owner, names in owners.items():
         target = targeted(owner, settings.parameters)
@@ -523,7 +552,7 @@ def _experts(
             written = next(name for name in names if name.removeprefix(peft.PREFIX) == nested[parameter])
             roles = located.pop(written)
             rank = settings.rank_of(parameter)
-            whole = plan_part(file, store, parameter, roles, lambda _: 1.0, None)
+            whole = plan_part(file, parameter, roles, structure_of(file, store, parameter, roles), 1.0, None)
             if whole.rank % rank:
                 raise CorruptBlob(
                     f"{file}: {parameter} has factors of {whole.rank} ranks, which its rank {rank} does not divide.",
@@ -545,17 +574,6 @@ class _PeftScales(_Scales):
     def of(self, module: str, roles: Mapping[Role, str], rank: int | None) -> float:
         """The scale of a module, called as in diffusers."""
         return self._one.scale(self._written[module].removeprefix(peft.PREFIX), rank, self._config)
-
-
-def _plan_mlx(file: Path, task: _Task) -> AdapterPlan:
-    """Plan an adapter of mlx-lm, with the settings beside it."""
-    settings = mlx.MlxSettings.read(file.with_name(peft.CONFIG))
-    with open_store(file) as store:
-        located, remarks, _ = _locate(file, store, store.names(), task)
-        shapes = {name: _rough_shape(store, roles) for name, roles in located.items()}
-        identity = identify(shapes, file, naming=task.naming, model=task.model)
-        parts, _ = _parts(file, store, located, identity, _OneScale(settings.scale), task.conversion)
-    return AdapterPlan(file.parent, "peft", parts, settings.base, naming=identity.naming, remarks=tuple(remarks))
 
 
 class _OneScale(_Scales):
