@@ -31,9 +31,9 @@ def run(*arguments):
 def test_there_and_back_for_people(model, tmp_path):
     answer = run("compress", "m", "net")
     assert answer.exit_code == 0, answer.stderr
-    assert answer.stdout.startswith("net: 4 tensors, 24.9kB -> ")
+    assert answer.stdout.startswith("net: 4 tensors, 24.9 kB -> ")
     assert "(ratio 1." in answer.stdout
-    assert "B/s\nWritten: net (20.4kB in 6 files).\nNext: netweight verify net --against m\n" in answer.stdout
+    assert "B/s\nWritten: net (20.4 kB in 6 files).\nNext: netweight verify net --against m\n" in answer.stdout
     assert run("verify", "net", "--against", "m").stdout.splitlines()[:4] == [
         "met    damaged tensors: 0 of 4", "met    damaged files: 0 of 5", "met    files that do not belong: 0",
         "met    tensors that differ: 0 of 4",
@@ -136,7 +136,7 @@ def test_inspection_shows_where_the_bits_go(model, tmp_path):
     assert lines[0].split() == "tensor dtype shape stored bits entropy sign exponent mantissa file".split()
     assert lines[1].split()[:3] == ["layers.0.a", "BF16", "64x48"]
     assert lines[1].endswith("model-00001-of-00002.net.safetensors")
-    assert lines[-1].startswith("4 tensors in 2 files, 12,288 weights: 24.6kB of values in ")
+    assert lines[-1].startswith("4 tensors in 2 files, 12,288 weights: 24.6 kB of values in ")
     one = json.loads(run("inspect", "net", "--tensor", "*.0.a", "--json").stdout)["tensors"]
     assert [tensor["name"] for tensor in one] == ["layers.0.a"]
     assert one[0]["bits"]["share"].keys() == {"sign", "exponent", "mantissa"}

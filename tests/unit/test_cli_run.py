@@ -40,7 +40,7 @@ def test_a_plan_does_nothing(call, tmp_path):
     assert answer.stdout == (
         "subject → out\n1. repeat: all by default\n   audits: length, start\n"
         "   time: unknown: no earlier run of this recipe recorded it for repeat\n"
-        "Disk: at most 0 MB for models (the subject has 0 MB), plus the files of audits and attacks.\n"
+        "Disk: at most 3 bytes for models (the subject has 3 bytes), plus the files of audits and attacks.\n"
     )
     assert toy_treatment.CALLS == []
     assert not (tmp_path / "out").exists()

@@ -30,7 +30,7 @@ def test_elsewhere_lines_are_rare_and_plain():
     assert stream.getvalue() == ""
     with Progress(stream=stream, every=0).task("packing", 2_000_000) as task:
         task.update(1_000_000)
-    assert stream.getvalue() == "packing: 1.00MB of 2.00MB, about 00:00 left\n"
+    assert stream.getvalue() == "packing: 1.00 MB of 2.00 MB, about 00:00 left\n"
     stream.truncate(0)
     with Progress("plain", stream=stream, every=0).task("reading", unit="files") as task:
         task.update(1500)

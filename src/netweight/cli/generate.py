@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from netweight.cli import ATTACK, FINDING_FAILED, NEW, Output, command_line, output_option, write_example
+from netweight.core import quantities
 from netweight.core.work_account import WorkAccount, work_account
 from netweight.registry import (
     ATTACKS,
@@ -238,11 +239,9 @@ def show(context: click.Context, result: Result, output: Output, account: WorkAc
 
 def size_of(path: Path) -> str:
     """Return the size of a file, or of all files in a folder, for people."""
-    from tqdm import tqdm
-
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    return tqdm.format_sizeof(size, "B", 1000) + (f" in {len(files)} files" if path.is_dir() else "")
+    return quantities.size(size) + (f" in {len(files)} files" if path.is_dir() else "")
 
 
 def _has_card(registered: Command[Any]) -> bool:

@@ -11,6 +11,7 @@ import click
 
 from netweight.cli import FINDING_FAILED, FOLDER, GroupedCommand, Output, command_line, output_option
 from netweight.cli.generate import size_of
+from netweight.core import quantities
 from netweight.core.progress import Progress
 from netweight.registry import shell_line
 from netweight.settings import Settings
@@ -126,7 +127,7 @@ def _show_plan(
         _show_known(output, mark, estimate)
     size = sum(file.stat().st_size for file in [plan.recipe.subject, *plan.recipe.subject.rglob("*")] if file.is_file())
     output.line(
-        f"Disk: at most {count * size / 1e6:,.0f} MB for models (the subject has {size / 1e6:,.0f} MB), plus the "
+        f"Disk: at most {quantities.size(count * size)} for models (the subject has {quantities.size(size)}), plus the "
         "files of audits and attacks."
     )
 

@@ -16,13 +16,15 @@ from typing import Any, Literal, Self, TextIO, TypeVar, final
 
 from tqdm import tqdm
 
+from netweight.core import quantities
+
 Mode = Literal["auto", "bar", "plain", "off", "events"]
 T = TypeVar("T")
 
 
 def _amount(count: float, unit: str) -> str:
     """Write a count with its unit: bytes as kB, MB, GB; everything else as a plain number."""
-    return f"{tqdm.format_sizeof(count, 'B', 1000)}" if unit == "B" else f"{count:,.0f} {unit}"
+    return quantities.size(count) if unit == "B" else f"{count:,.0f} {unit}"
 
 
 @final

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from netweight.core import quantities
 from netweight.registry import Result, Rows
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class CostPlan:
         lines: list[str | Rows] = [Rows(("step", "predictions", "with gradients", "pictures", "time"), rows)]
         lines.append(f"Nothing was done. All steps together take {least}{duration(self.total)} on this machine.")
         if self.memory is not None:
-            lines.append(f"The most memory at once is about {self.memory / 1e9:.1f} GB.")
+            lines.append(f"The most memory at once is about {quantities.size(self.memory)}.")
         lines += [
             "One unit of each kind of work was measured just now. Other programs on the machine change the times.",
             *sentences,

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 from netweight.core.progress import QUIET, Progress
+from netweight.core.quantities import many, percent
 from netweight.errors import NetweightError
 from netweight.labels.identify_subject import Subject
 from netweight.labels.label import Group, Row
-from netweight.labels.units import many, percent
 
 if TYPE_CHECKING:
     from netweight.nn.lora import LowRank

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from netweight.codec import ChunkEncoder
 from netweight.core.progress import QUIET, Progress
+from netweight.core.quantities import many, percent, size
 from netweight.core.threads import in_order
 from netweight.labels.label import Group, LayerChange, Row
-from netweight.labels.units import many, percent, size
 from netweight.store.reader import StoredFile
 
 _PIECE = 1 << 20

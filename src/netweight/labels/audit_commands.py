@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
 from netweight.core.progress import Progress
+from netweight.core.quantities import many, percent
 from netweight.errors import UsageError
 from netweight.labels.audit_process import AuditEnd, run_apart
 from netweight.labels.identify_subject import Kind, Subject, title_of
 from netweight.labels.ingredients import chat_template
 from netweight.labels.label import Group, Row
-from netweight.labels.units import many, percent
 from netweight.registry import command
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import Verdict, decide, mark_of

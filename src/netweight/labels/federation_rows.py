@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from netweight.core.quantities import many, percent
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.labels.audit_commands import verdict_group
 from netweight.labels.identify_subject import Subject, canonical
 from netweight.labels.label import Group, Row
-from netweight.labels.units import many, percent
 from netweight.report.finding import Finding, Section
 from netweight.report.report import read_report
 from netweight.report.verdict import decide, mark_of

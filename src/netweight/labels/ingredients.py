@@ -15,9 +15,9 @@ from typing import Any
 
 import yaml
 
+from netweight.core.quantities import count, many, size
 from netweight.labels.identify_subject import Subject, canonical, read_config
 from netweight.labels.label import Group, Row
-from netweight.labels.units import count, many, size
 from netweight.labels.weights import WeightFacts
 from netweight.store.safetensors import is_pickle
 

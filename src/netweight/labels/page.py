@@ -10,10 +10,10 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from netweight.core.quantities import percent
 from netweight.labels.comparison import pairs
 from netweight.labels.label import Label, LayerChange
 from netweight.labels.picture import spoken, svg
-from netweight.labels.units import percent
 from netweight.report.page import page_template
 
 _TEMPLATES = "netweight.labels"

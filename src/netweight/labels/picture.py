@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator
 from html import escape
 
+from netweight.core.quantities import percent
 from netweight.labels.label import Group, Label, Row
-from netweight.labels.units import percent
 
 WIDTH = 480
 _MARGIN = 18

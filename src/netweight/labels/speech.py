@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from netweight.core.quantities import many
 from netweight.labels.identify_subject import Subject, canonical, read_config
 from netweight.labels.ingredients import added_tokens, chat_template
 from netweight.labels.label import Group, Row
-from netweight.labels.units import many
 
 
 def speech_group(subject: Subject) -> Group:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from netweight.core.quantities import count, many, percent, size
 from netweight.labels.identify_subject import Subject
 from netweight.labels.label import Group, Row
-from netweight.labels.units import count, many, percent, size
 from netweight.labels.weights import TensorFacts, WeightFacts
 
 _SHOWN = 3  # names that are listed in a row

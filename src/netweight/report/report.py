@@ -16,6 +16,7 @@ from typing import Any, Literal, Self, cast, final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from netweight.core import quantities
 from netweight.core.atomic_writes import whole_file
 from netweight.errors import UsageError
 from netweight.report.audit import of_treatment
@@ -24,7 +25,7 @@ from netweight.report.page import render
 
 FORMAT = 1
 """Version of report.json; raised when a reader of the previous version would misread a file."""
-MAX_BYTES = 5 * 1024 * 1024
+MAX_BYTES = 5_000_000
 """A page above this size is refused: it would not open well on a phone."""
 
 
@@ -251,7 +252,7 @@ def _page(report: Report) -> str:
     size = len(page.encode())
     if size > MAX_BYTES:
         raise UsageError(
-            f"The report page would have {size / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f} MB.",
+            f"The report page would have {quantities.size(size)}, more than {quantities.size(MAX_BYTES)}.",
             cure="Give it fewer or smaller images.",
         )
     return page

@@ -20,6 +20,7 @@ from netweight.codec.api import decode as decode_on_host
 from netweight.codec.backend import in_our_words
 from netweight.codec.cuda import launching
 from netweight.codec.header import empty_tensor, torch_dtype
+from netweight.core import quantities
 from netweight.errors import CorruptBlob, OutOfMemory, Unsupported, UsageError
 
 _ENTRY = "decode_chunks"
@@ -255,7 +256,8 @@ def _output(layout: BlobLayout, device: torch.device) -> Tensor:
         return torch.empty(layout.shape, dtype=layout.dtype, device=device)
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
-            f"There is no room on {device} for a tensor of shape {layout.shape}, {layout.nbytes / 1e9:.3g} GB decoded.",
+            f"There is no room on {device} for a tensor of shape {layout.shape}, "
+            f"{quantities.size(layout.nbytes)} decoded.",
             cure="Use smaller batches or shorter inputs, or spread the model over more GPUs.",
         ) from error
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from tqdm import tqdm
-
+from netweight.core import quantities
 from netweight.methods.compress.compress_folder import Summary, compress_folder, decompress_folder
 from netweight.methods.compress.inspect import TensorReport, inspect_tensors, plot_bits
 from netweight.methods.compress.settings import CompressSettings, DecompressSettings, InspectSettings, VerifySettings
@@ -20,12 +19,13 @@ _SHOWN = 20  # names written for each failed finding
 def compress(settings: CompressSettings, context: Context, source: Path, destination: Path, overwrite: bool) -> Result:
     """Compress a file or folder, and say how much smaller it became."""
     summary = compress_folder(source, destination, settings, overwrite=overwrite, progress=context.progress)
-    lines = _lines(summary, f"{_size(summary.nbytes)} -> {_size(summary.stored_nbytes)}")
+    lines = _lines(summary, f"{quantities.size(summary.nbytes)} -> {quantities.size(summary.stored_nbytes)}")
     warnings = list(summary.notes())
     if summary.rounded:
         warnings.append(
             f"Lossy: {summary.rounded} of {summary.tensors} tensors are rounded to "
-            f"{_counted(settings.mantissa_bits, 'mantissa bit')}. {_changed(summary)} The others are kept bit for bit."
+            f"{quantities.many(settings.mantissa_bits, 'mantissa bit')}. {_changed(summary)} "
+            "The others are kept bit for bit."
         )
     elif settings.mantissa_bits < 7:
         lines.append("Nothing was rounded: no tensor has two dimensions and a dtype that can be rounded.")
@@ -49,7 +49,7 @@ def decompress(
             f"These are not the original weights: {summary.rounded} of {summary.tensors} tensors were rounded when the "
             f"model was compressed. {_changed(summary)}"
         )
-    lines = _lines(summary, f"{_size(summary.stored_nbytes)} -> {_size(summary.nbytes)}")
+    lines = _lines(summary, f"{quantities.size(summary.stored_nbytes)} -> {quantities.size(summary.nbytes)}")
     return Result(lines, payload=_payload(summary), written=(destination,), warnings=warnings)
 
 
@@ -89,8 +89,9 @@ def inspect(settings: InspectSettings, context: Context, path: Path) -> Result:
     weights = sum(math.prod(report.info.shape) for report in reports)
     lines: list[str | Rows] = [
         Rows(headers, rows),
-        f"{len(reports)} tensors in {_counted(len(files), 'file')}, {weights:,} weights: {_size(plain)} of values in "
-        f"{_size(stored)} of file, {8 * stored / max(weights, 1):.2f} bits per weight",
+        f"{len(reports)} tensors in {quantities.many(len(files), 'file')}, {weights:,} weights: "
+        f"{quantities.size(plain)} of values in {quantities.size(stored)} of file, "
+        f"{8 * stored / max(weights, 1):.2f} bits per weight",
     ]
     written: tuple[Path, ...] = ()
     if settings.plot is not None:
@@ -105,7 +106,7 @@ def _lines(summary: Summary, sizes: str) -> list[str | Rows]:
     rate = summary.nbytes / max(summary.seconds, 1e-9)
     lines: list[str | Rows] = [
         f"{summary.target}: {summary.tensors} tensors, {sizes} (ratio {summary.ratio:.4f}), "
-        f"{summary.seconds:.2f} s, {_size(rate)}/s"
+        f"{summary.seconds:.2f} s, {quantities.size(rate)}/s"
     ]
     return lines + [f"Left out: {path}" for path in summary.left_out]
 
@@ -113,10 +114,6 @@ def _lines(summary: Summary, sizes: str) -> list[str | Rows]:
 def _payload(summary: Summary) -> dict[str, object]:
     paths = {"source": str(summary.source), "target": str(summary.target), "base": summary.base and str(summary.base)}
     return {**vars(summary), **paths, "ratio": summary.ratio, "notes": summary.notes()}
-
-
-def _size(nbytes: float) -> str:
-    return tqdm.format_sizeof(nbytes, "B", 1000)
 
 
 def _row(report: TensorReport) -> list[object]:
@@ -136,14 +133,10 @@ def _rounding_of(report: TensorReport) -> list[object]:
         return ["all bits", "-", "-"]
     block = f", blocks of {rounding.block_size}" if rounding.block_size else ""
     return [
-        _counted(rounding.mantissa_bits or 0, "bit") + block,
+        quantities.many(rounding.mantissa_bits or 0, "bit") + block,
         f"{rounding.bound:.4f}",
         f"{rounding.worst_change:.4f}",
     ]
-
-
-def _counted(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _changed(summary: Summary) -> str:

@@ -14,6 +14,7 @@ from typing import Any, final
 
 from netweight.codec import Precision
 from netweight.codec.lossy import LOSSLESS_BITS
+from netweight.core import quantities
 from netweight.core.atomic_writes import mode_of, part_of, whole_file
 from netweight.core.digests import digest_bytes, digest_file
 from netweight.core.progress import QUIET, Progress, Task
@@ -127,7 +128,9 @@ class Summary:
             lines.append(f"The weights did not become smaller: {reason}. Keep the original.")
         lines += [f"{_where(self.target, at)} {reason}: {_BYTES_ONLY}" for at, reason in self.bytes_only.items()]
         if self.base is not None and self.unlike_base:
-            reasons = "; ".join(f"{_tensors(count)} {reason}" for reason, count in sorted(self.unlike_base.items()))
+            reasons = "; ".join(
+                f"{quantities.many(count, 'tensor')} {reason}" for reason, count in sorted(self.unlike_base.items())
+            )
             if self.differences:
                 lines.append(f"{self.differences} of {self.tensors} tensors are stored as differences: {reasons}.")
             else:
@@ -138,13 +141,13 @@ class Summary:
                 )
         carried = sum(self.carried.values())
         if carried > _MUCH * max(self.nbytes, 1):
-            shown = [f"{path} ({_size(size)})" for path, size in [*self.carried.items()][:_SHOWN]]
+            shown = [f"{path} ({quantities.size(size)})" for path, size in [*self.carried.items()][:_SHOWN]]
             others = len(self.carried) - len(shown)
             more = f" and {others} other {'file' if others == 1 else 'files'}" if others else ""
             lines.append(
-                f"Only weights in safetensors files are compressed. {_size(carried)} were copied as they are: "
-                f"{', '.join(shown)}{more}. The folder as a whole went from {_size(self.folder_nbytes)} to "
-                f"{_size(self.folder_stored_nbytes)}."
+                f"Only weights in safetensors files are compressed. {quantities.size(carried)} were copied as they "
+                f"are: {', '.join(shown)}{more}. The folder as a whole went from "
+                f"{quantities.size(self.folder_nbytes)} to {quantities.size(self.folder_stored_nbytes)}."
             )
         return lines
 
@@ -348,20 +351,8 @@ def _by_size(files: Iterable[FileEntry]) -> dict[str, int]:
     return {file.path: file.nbytes for file in sorted(files, key=lambda file: -file.nbytes)}
 
 
-def _tensors(count: int) -> str:
-    return f"{count} tensor" + ("s" if count != 1 else "")
-
-
 def _where(target: Path, at: str) -> str:
     return str(target if at == "." else target / at)
-
-
-def _size(nbytes: int) -> str:
-    """A size as people write it, in units of 1000."""
-    for unit, width in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if nbytes >= width:
-            return f"{nbytes / width:.3g} {unit}"
-    return f"{nbytes} bytes"
 
 
 @dataclass

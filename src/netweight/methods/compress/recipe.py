@@ -58,16 +58,12 @@ def card(folder: Path) -> CardEntry | None:
     )
     text = f"{summary} {opened}"
     facts = (
-        ("weights before", _bytes(before)),
-        ("weights as stored", f"{_bytes(after)} ({after / before:.1%})" if before else _bytes(after)),
+        ("weights before", f"{before:,} bytes"),
+        ("weights as stored", f"{after:,} bytes" + (f" ({after / before:.1%})" if before else "")),
         ("tensors", str(sum(entry.tensors for entry in weights))),
         ("level", manifest.level),
     )
     return CardEntry("Compressed" + (", with rounding" if rounded else ", bit for bit"), text, facts, ("compressed",))
-
-
-def _bytes(count: int) -> str:
-    return f"{count:,} bytes"
 
 
 def size(subject: AuditSubject, config: CompressSettings, *, seed: int, progress: Progress) -> Section:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from netweight.core import quantities
 from netweight.data.images.pairs import image_files, pair_prompts
 from netweight.data.prompts import read_prompts
 from netweight.hf.load_pipeline import open_pipeline
@@ -77,7 +78,7 @@ def plan_apply(settings: FolderForgetting, pipeline: Path) -> Result:
         descent = Descent(together, trained, float32=True)
     size = folder_bytes(pipeline)
     return measured_plan(model, stages, descent=descent).result([
-        f"The folder of {size / 1e9:.1f} GB is copied, which takes about {duration(size / _COPIED)}."
+        f"The folder of {quantities.size(size)} is copied, which takes about {duration(size / _COPIED)}."
     ])  # fmt: skip
 
 
@@ -87,7 +88,7 @@ def plan_undo(pipeline: Path) -> Result:
     size = folder_bytes(pipeline)
     return Result(
         [
-            f"Nothing was done. {size / 1e9:.1f} GB are copied and compared byte for byte, which takes about "
+            f"Nothing was done. {quantities.size(size)} are copied and compared byte for byte, which takes about "
             f"{duration(size / _COPIED)}; no network is run."
         ],
         payload={"plan": {"bytes": size, "seconds": size / _COPIED}},

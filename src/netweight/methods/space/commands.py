@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
+from netweight.core import quantities
 from netweight.core.atomic_writes import refuse_existing
 from netweight.errors import UsageError
 from netweight.job import check_destination
@@ -72,10 +71,6 @@ def _opened(space: Path, bank: Path | None) -> WeightSpace:
     return WeightSpace.open(space, None if bank is None else AdapterBank.open(bank))
 
 
-def _many(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
-
-
 def fit(settings: FolderFit, context: Context, bank: Path, space: Path) -> Result:
     """Fit a space to a bank, resumably, and say how good the fit is."""
     check_destination(space, overwrite=None)
@@ -119,7 +114,7 @@ def edit(
     write_points(after, out, overwrite=overwrite)
     words = ", ".join(f"{step.direction.name} {step.strength:+g}" for step in steps)
     return Result(
-        [f"{_many(len(after.names), 'point')} moved by {words} ({settings.unit})."],
+        [f"{quantities.many(len(after.names), 'point')} moved by {words} ({settings.unit})."],
         payload={"points": str(out), "names": list(after.names), "moves": after.origin["moves"]}, written=(out,),
         next=(shell_line("netweight", "space", "export", space, out, "adapter"),),
     )  # fmt: skip
@@ -136,7 +131,7 @@ def sample(
     enough = min(settings.count, len(opened.names)) >= LEAST_AUDITED
     sections = [Section("Neighbors", neighbor_findings(points.scores, opened.scores))] if enough else []
     return Result(
-        [f"{_many(settings.count, 'point')} drawn by {settings.sampler}."], sections,
+        [f"{quantities.many(settings.count, 'point')} drawn by {settings.sampler}."], sections,
         payload={"points": str(out), "names": list(points.names)}, written=(out,),
         next=(shell_line("netweight", "space", "export", space, out, "adapters"),),
     )  # fmt: skip
@@ -273,7 +268,7 @@ def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Resul
     rows = [(each.name, each.of, f"{each.cosine:.4f}", f"{each.ranks[0]} and {each.ranks[1]}") for each in pairs]
     warnings = [f"{name} cannot be read: {reason}" for name, reason in list(bad.items())[:_SHOWN]]
     what = "is a copy of another one" if len(pairs) == 1 else "are copies of another one"
-    count = f"{_many(len(pairs), 'adapter')} {what} (cosine of at least {settings.least:g})."
+    count = f"{quantities.many(len(pairs), 'adapter')} {what} (cosine of at least {settings.least:g})."
     return Result(
         [count, Rows(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
         payload={"duplicates": [vars(each) for each in pairs], "unread": bad},
@@ -293,7 +288,7 @@ def view(
     write_view(shown, out, overwrite=overwrite)
     sliders = [each.name for each in shown.traversals]
     return Result(
-        [f"The page has {_many(len(sliders), 'slider')}: {', '.join(sliders)}."], written=(out,),
+        [f"The page has {quantities.many(len(sliders), 'slider')}: {', '.join(sliders)}."], written=(out,),
         payload={"page": str(out), "sliders": sliders, "nbytes": out.stat().st_size, "facts": dict(shown.facts)},
     )  # fmt: skip
 
@@ -375,8 +370,8 @@ def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -
     span = f"{ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} to {ranks[1]}"
     weights = sum(rows * columns for rows, columns in bank.shapes.values())
     lines: list[str | Rows] = [
-        f"{bank.path}: {_many(len(bank), 'adapter')} of {_many(len(bank.modules), 'module')}, rank {span}, "
-        f"{tqdm.format_sizeof(bank.nbytes, 'B', 1000)} in {_many(bank.shards, 'shard')}",
+        f"{bank.path}: {quantities.many(len(bank), 'adapter')} of {quantities.many(len(bank.modules), 'module')}, "
+        f"rank {span}, {quantities.size(bank.nbytes)} in {quantities.many(bank.shards, 'shard')}",
         f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""),
         f"digest {bank.digest}" + (", all shards intact" if verified else ""),
         *_provenance(bank),

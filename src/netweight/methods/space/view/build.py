@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from netweight.core import quantities
 from netweight.core.progress import QUIET, Progress, Task
 from netweight.errors import UsageError
 from netweight.methods.space.gram import stack_of
@@ -296,7 +297,7 @@ def live_pipeline(
         "heads": next((each.heads for each in unet.modules() if hasattr(each, "heads")), 1),
     }  # fmt: skip
     live = LivePipeline({**tensors, **weights}, config, reader.reads if reader else ())
-    return live if live.nbytes <= _MOST else f"it would take {live.nbytes / 1e6:.1f} MB of the page"
+    return live if live.nbytes <= _MOST else f"it would take {quantities.size(live.nbytes)} of the page"
 
 
 def _unfit(pipeline: Any, space: WeightSpace) -> str:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import numpy as np
 from markupsafe import Markup
 
+from netweight.core import quantities
 from netweight.core.atomic_writes import whole_file
 from netweight.errors import UsageError
 from netweight.methods.space.points import POINTS_VERSION
@@ -304,7 +305,8 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
     page = render_view(view).encode()
     if len(page) > MAX_BYTES:
         raise UsageError(
-            f"The page would have {len(page) / 2**20:.1f} MB, more than {MAX_BYTES / 2**20:.0f} MB: {_largest(view)}.",
+            f"The page would have {quantities.size(len(page))}, more than {quantities.size(MAX_BYTES)}: "
+            f"{_largest(view)}.",
             cure="Show fewer adapters, strengths, noises or samples, or generate smaller images.",
         )
     with whole_file(path, overwrite=overwrite) as file:
@@ -491,4 +493,4 @@ def _largest(view: View) -> str:
     if view.samples is not None:
         tiles = _samples(view.samples, None)
         sizes[f"{len(tiles)} samples"] = sum(len(each["image"]) for each in tiles)
-    return ", ".join(f"{name} take {size / 2**20:.1f} MB" for name, size in sizes.items() if size)
+    return ", ".join(f"{name} take {quantities.size(size)}" for name, size in sizes.items() if size)
