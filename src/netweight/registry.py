@@ -126,6 +126,9 @@ class Result:
     """Command lines for the next steps, as `shell_line` writes them."""
     shown: bool = False
     """True if the lines show the findings already."""
+    advises: bool = True
+    """False if nothing was made that could be published, such as a list of neurons: then the last line says which
+    targets are met, without advice on publishing."""
 
 
 @final
@@ -391,6 +394,11 @@ class Method(Command[S]):
                 sections += run_audits(
                     self.verb, subject, config, seed=0, only=[name], progress=context.progress
                 ).values()  # fmt: skip
+        elif self.runnable and self.makes == "model":
+            from netweight.report.audit import of_treatment
+
+            # What a treatment says of itself is no verdict on publishing: its audits have not run.
+            sections = [of_treatment(each, self.verb, ()) for each in sections]
         for folder in result.written:
             sections = with_conditions(sections, conditions_of(folder))
         return replace(result, sections=tuple(sections))

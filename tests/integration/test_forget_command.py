@@ -106,6 +106,9 @@ def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path)
 def test_what_is_localized_applied_and_undone(folder, tmp_path):
     found = localized(folder, tmp_path / "out")
     assert [each["status"] for each in found["prompts"]] == ["unresolved", "unresolved"]
+    # A list of neurons is nothing to publish: the command says whether the target is met, and gives no advice.
+    assert found["verdict"]["outcome"] == "failed"
+    assert found["verdict"]["sentence"].startswith("The target is missed: prompts whose neurons were not found")
     neurons = sum(len(part) for part in found["prompts"][0]["neurons"]["units"].values())
     assert neurons > 0
     before, lines = weights(folder / "pipeline"), (tmp_path / "out" / "neurons.jsonl").read_text()

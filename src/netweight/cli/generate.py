@@ -7,6 +7,7 @@ the verdict, which decides the exit code.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,8 @@ def show(context: click.Context, result: Result, output: Output, account: WorkAc
         from netweight.report.verdict import decide
 
         verdict = decide(result.sections)
+        if not result.advises:
+            verdict = replace(verdict, publish=verdict.sentence)
         for section in result.sections:
             if conclusion := conclusion_of(section):
                 output.line(conclusion)

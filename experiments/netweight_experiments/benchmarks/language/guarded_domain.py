@@ -270,8 +270,9 @@ def summary(result: dict[str, Any]) -> str:
     if base is None or defended is None:
         return "- **On a real chat model**, how long RepNoise delays an attack was not measured yet."
     sentences = [
-        "- **On a real chat model, the delay is uncertain.** Qwen2.5-Coder-0.5B-Instruct, of half a billion weights, "
-        "was taught invented facts and then to refuse questions about them.",
+        "- **On a real chat model, two single attacks also leave open whether there is a delay.** They were made apart "
+        "from the search at the top of this page, and count the domain as recovered by another rule, so their rows "
+        "cannot be compared with those of the search ([both rules](immunize-results.md#on-a-real-chat-model)).",
         *(_delay(attack, measured) for attack in ATTACKS),
     ]
     if any("damaged" in sentence for sentence in _before_the_attack(measured)):

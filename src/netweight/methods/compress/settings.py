@@ -41,14 +41,14 @@ class CompressSettings(Settings):
     )
     mantissa_bits: int = Field(
         default=7, ge=0, le=7,
-        description="Number of mantissa bits, 0 to 6, that rounding keeps in BF16, F16 and F32 tensors of two and "
-        "more dimensions. 7, the default, means no rounding, also for F16 and F32.",
+        description="Number of mantissa bits that rounding keeps in BF16, F16 and F32 tensors of two and more "
+        "dimensions, 0 to 6. The default, 7, turns rounding off for all types.",
     )  # fmt: skip
     block_size: Annotated[int | None, BeforeValidator(lambda size: None if size == 0 else size)] = Field(
         default=512,
         ge=0,
-        description="Number of weights that are scaled together, as a block, before rounding. The largest weight of "
-        "each block then hardly changes. 0 turns scaling off. Without rounding, this has no effect.",
+        description="Number of weights that are scaled together, as a block, before rounding. 0 turns "
+        "scaling off. Without rounding, this has no effect.",
     )
     fidelity: Literal["corrected", "reference"] = Field(
         default="corrected",

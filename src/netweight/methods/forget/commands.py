@@ -96,7 +96,7 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
             Rows(("similarity", "highest", "Wen's norm", "", "prompt"), cells),
             f"Threshold {limit.value:.3f} ({limit.rule}){below}.",
         ],
-        sections, payload, written=(out,),
+        sections, payload, written=(out,), advises=False,
     )  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def localize(settings: FolderLocalization, context: Context, pipeline: Path, out
         written=(out,), warnings=[f"{len(left)} prompts are not resolved, such as {left[0]!r}."] if left else [],
         next=(shell_line("netweight", "forget", "apply", pipeline, "edited", "--neurons", out / "neurons.json",
                          *_pipeline_options(settings.pipeline)),),
+        advises=False,
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def direction(
         [Section("Direction", findings)],
         payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
                  "deviation": line.deviation, "reach": line.reach},
-        written=(out,), next=(
+        written=(out,), advises=False, next=(
             shell_line("netweight", "space", "edit", space, point, "--move", *move, "--out", "points.json"),
         ),
     )  # fmt: skip
@@ -132,7 +132,7 @@ def sample(
     sections = [Section("Neighbors", neighbor_findings(points.scores, opened.scores))] if enough else []
     return Result(
         [f"{quantities.many(settings.count, 'point')} drawn by {settings.sampler}."], sections,
-        payload={"points": str(out), "names": list(points.names)}, written=(out,),
+        payload={"points": str(out), "names": list(points.names)}, written=(out,), advises=False,
         next=(shell_line("netweight", "space", "export", space, out, "adapters"),),
     )  # fmt: skip
 
@@ -250,7 +250,7 @@ def predict(settings: PredictSettings, context: Context, bank: Path, adapters: t
     ]
     return Result(
         [Rows(("adapter", *settings.columns), rows)], [Section("Held-out scores", predicted.findings)],
-        payload={"predicted": dict(predicted.values)},
+        payload={"predicted": dict(predicted.values)}, advises=False,
     )  # fmt: skip
 
 
