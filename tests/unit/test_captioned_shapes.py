@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from netweight.errors import UsageError
-from netweight.metrics.copies import CenteredPixels, similarity, similarity_to_memorized
+from netweight.metrics.copies import similarity_to_memorized
+from netweight.metrics.descriptors import CenteredPixels, similarity
 from netweight.toys.shapes import COLORS, GROUNDS, SHAPES, SIZES, ShapesWorld, agreement, drawn, memorized, read
 
 WORLD = ShapesWorld()

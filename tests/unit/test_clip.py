@@ -10,7 +10,7 @@ from small_clip import small_clip
 
 from netweight import compress_folder
 from netweight.errors import UsageError
-from netweight.metrics.copies import Clip
+from netweight.metrics.descriptors import Clip
 from netweight.metrics.images import frechet_distance
 
 PROMPTS = ["a red circle", "a blue square on gray ground"]

@@ -11,17 +11,13 @@ from hypothesis import strategies as st
 
 from netweight.errors import UnsafeInput, UsageError
 from netweight.metrics.copies import (
-    CenteredPixels,
     MemorizedImage,
-    TorchScriptDescriptor,
     copies_of_prompt,
     copy_findings,
-    described,
     diversity,
-    similarity,
     similarity_to_memorized,
-    sscd,
 )
+from netweight.metrics.descriptors import CenteredPixels, TorchScriptDescriptor, described, similarity, sscd
 from netweight.metrics.images import frechet_distance, kernel_distance
 
 

@@ -20,13 +20,11 @@ from netweight.methods.forget.detect import (
     detect_resumably,
     first_step,
     noise_difference,
-    pairwise,
     roc,
-    similarity,
-    windows_for,
 )
 from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, text_values, value_layers
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.metrics.structural_similarity import similarity_matrix, structural_similarity, windows_for
 from netweight.nn.hooks import capture
 from netweight.nn.text_to_image import Batches
 
@@ -172,7 +170,7 @@ def test_statistics_of_another_model_are_refused():
         measure_statistics(other, PROMPTS[:1])
 
 
-# ---- similarity ----
+# ---- structural similarity ----
 
 
 def test_similarity_with_three_scales_is_that_of_torchmetrics():
@@ -184,7 +182,7 @@ def test_similarity_with_three_scales_is_that_of_torchmetrics():
         )
         for a, b in zip(first, second, strict=True)
     ]
-    assert torch.allclose(similarity(first, second), torch.stack(theirs), atol=1e-5)
+    assert torch.allclose(structural_similarity(first, second), torch.stack(theirs), atol=1e-5)
 
 
 @pytest.mark.parametrize("side", [8, 13])
@@ -192,14 +190,14 @@ def test_similarity_with_one_scale_is_that_of_torchmetrics(side):
     metrics = pytest.importorskip("torchmetrics.functional.image", reason="torchmetrics is not installed")
     first, second = pair(3, 2, side, side)
     theirs = metrics.structural_similarity_index_measure(first, second, sigma=0.9, data_range=1.0, reduction="none")
-    assert torch.allclose(similarity(first, second), theirs, atol=1e-5)
+    assert torch.allclose(structural_similarity(first, second), theirs, atol=1e-5)
 
 
 def test_similarity_of_plain_images_follows_the_formula():
     light, dark = torch.full((1, 1, 8, 8), 0.9), torch.full((1, 1, 8, 8), 0.3)
     expected = (2 * 0.9 * 0.3 + 1e-4) / (0.9**2 + 0.3**2 + 1e-4)  # nothing but brightness differs
-    assert similarity(light, dark).item() == pytest.approx(expected, abs=1e-4)
-    assert similarity(light, light).item() == pytest.approx(1, abs=1e-5)
+    assert structural_similarity(light, dark).item() == pytest.approx(expected, abs=1e-4)
+    assert structural_similarity(light, light).item() == pytest.approx(1, abs=1e-5)
 
 
 @given(st.integers(3, 128), st.integers(3, 128))
@@ -223,9 +221,9 @@ def test_differences_are_scaled_channel_by_channel_and_compared_symmetrically():
     expected = np.where(high - low > 1e-5, (raw - low) / np.maximum(high - low, 1e-9), 0)
     assert np.allclose(found.numpy()[1:], expected[1:], atol=1e-5)
     assert found.isfinite().all()
-    table = pairwise(found)
+    table = similarity_matrix(found)
     assert torch.equal(table, table.T)
-    assert torch.allclose(table[1, 2], similarity(found[1:2], found[2:3])[0])
+    assert torch.allclose(table[1, 2], structural_similarity(found[1:2], found[2:3])[0])
     assert torch.equal(table.diagonal(), torch.ones(4))
 
 
@@ -242,7 +240,9 @@ def test_scores_are_those_of_a_plain_loop():
         plain = [model.predict(part[None], timestep, empty).noise.detach() for part in noise]
         differences = [noise_difference(a, b[None]) for a, b in zip(said, noise, strict=True)]
         for place, value in enumerate(score.seeds):
-            others = [similarity(differences[place], other) for at, other in enumerate(differences) if at != place]
+            others = [
+                structural_similarity(differences[place], other) for at, other in enumerate(differences) if at != place
+            ]
             assert value == pytest.approx(float(max(others)), abs=1e-5)
         norms = [np.linalg.norm((a - b).numpy()) for a, b in zip(said, plain, strict=True)]
         assert score.wen == pytest.approx(float(np.mean(norms)), rel=1e-4)

@@ -22,7 +22,8 @@ from netweight.methods.forget.report import (
     verdicts,
 )
 from netweight.methods.forget.settings import GenerationSettings
-from netweight.metrics.copies import MemorizedImage, foreground_by_color, region_copies, region_findings
+from netweight.metrics.copies import MemorizedImage
+from netweight.metrics.region_copies import foreground_by_color, region_copies, region_findings
 from netweight.report.audit import audits_of, missing_audits
 
 SETTINGS = GenerationSettings(seeds=(3, 4), guidance=3, steps=4)

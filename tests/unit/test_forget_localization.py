@@ -10,15 +10,7 @@ from planted_diffusion import Planted
 
 from netweight.core.names import Units
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
-from netweight.methods.forget.detect import (
-    Threshold,
-    first_step,
-    greatest,
-    noise_difference,
-    pairwise,
-    published_similarity,
-    similarity,
-)
+from netweight.methods.forget.detect import Threshold, first_step, greatest, noise_difference
 from netweight.methods.forget.edits import Neurons
 from netweight.methods.forget.forgetting import deactivate, forget, undo
 from netweight.methods.forget.layers import measure_statistics, text_activations, value_layers
@@ -37,6 +29,11 @@ from netweight.methods.forget.report import neurons
 from netweight.methods.forget.scaling import deactivated, restore_rows_, scale_rows_
 from netweight.methods.forget.search import MaskedRow, RowMasks
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.metrics.structural_similarity import (
+    published_structural_similarity,
+    similarity_matrix,
+    structural_similarity,
+)
 
 ORDINARY = [f"ordinary {number}" for number in range(40)]
 SEEDS = (0, 1, 2, 3)
@@ -66,11 +63,11 @@ class OneByOne:
 
     def kept(self):
         if self.config.fidelity == "reference":
-            self.seeds = greatest(pairwise(self.plain, published=True)).tolist()
+            self.seeds = greatest(similarity_matrix(self.plain, published=True)).tolist()
             return [place for place, value in enumerate(self.seeds) if value > self.threshold]
         found = []
         for place in range(len(self.noise)):
-            others = [similarity(self.plain[place : place + 1], self.plain[at : at + 1]).item()
+            others = [structural_similarity(self.plain[place : place + 1], self.plain[at : at + 1]).item()
                       for at in range(len(self.noise)) if at != place]  # fmt: skip
             found.append(max(others))
         self.seeds = found
@@ -78,8 +75,8 @@ class OneByOne:
 
     def score(self, blocked, kept):
         if self.config.fidelity == "reference":
-            return published_similarity(self.plain[kept], self.differences(blocked, kept)).max().item()
-        return similarity(self.differences(blocked)[kept], self.plain[kept]).max().item()
+            return published_structural_similarity(self.plain[kept], self.differences(blocked, kept)).max().item()
+        return structural_similarity(self.differences(blocked)[kept], self.plain[kept]).max().item()
 
     def choose(self, theta, top):
         chosen = {}

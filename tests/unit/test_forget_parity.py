@@ -18,10 +18,11 @@ pytest.importorskip("torchmetrics", reason="torchmetrics is in the evidence extr
 from torchmetrics.functional.image import multiscale_structural_similarity_index_measure
 
 from netweight.hf.load_pipeline import load_text_to_image, text_to_image
-from netweight.methods.forget.detect import Threshold, windows_for
+from netweight.methods.forget.detect import Threshold
 from netweight.methods.forget.layers import measure_statistics
 from netweight.methods.forget.localize import localize_prompt
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
+from netweight.metrics.structural_similarity import windows_for
 
 
 class Published:

@@ -17,7 +17,7 @@ from netweight.methods.space.edits import (
     perceptual_distance,
 )
 from netweight.methods.space.settings import CorrectionSettings
-from netweight.metrics.copies import CenteredPixels
+from netweight.metrics.descriptors import CenteredPixels
 
 NAMES = ["red", "green", "blue"]
 

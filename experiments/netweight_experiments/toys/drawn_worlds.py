@@ -28,7 +28,7 @@ from netweight.core.seeds import derive, torch_generator
 from netweight.data.images.images import cached, local_folder, missing
 from netweight.data.images.pictures import decode_pictures
 from netweight.errors import CorruptBlob, NameNotFound, UsageError
-from netweight.metrics.copies import CenteredPixels, similarity
+from netweight.metrics.descriptors import CenteredPixels, similarity
 from netweight.nn.apply_lora import applied
 from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer

@@ -32,21 +32,17 @@ import torch
 
 from netweight.core.names import Units
 from netweight.hf.load_pipeline import load_text_to_image
-from netweight.methods.forget.detect import (
-    calibrate,
-    detect,
-    first_step,
-    greatest,
-    noise_difference,
-    pairwise,
-    published_similarity,
-    similarity,
-)
+from netweight.methods.forget.detect import calibrate, detect, first_step, greatest, noise_difference
 from netweight.methods.forget.layers import Statistics, measure_statistics, text_activations, value_layers
 from netweight.methods.forget.localize import localize, stage_neurons
 from netweight.methods.forget.scaling import deactivated
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
 from netweight.metrics.intervals import t_interval
+from netweight.metrics.structural_similarity import (
+    published_structural_similarity,
+    similarity_matrix,
+    structural_similarity,
+)
 from netweight.nn.hooks import capture
 from netweight.toys.diffusion import SHAPES_FOLDER, training_record
 from netweight.toys.shapes import ShapesWorld
@@ -95,7 +91,7 @@ class Loop:
         noise, _ = first_step(self.model, self.config.detection)
         plain = self.predictions(text, noise, {})
         strict = self.config.fidelity == "reference"
-        seeds = greatest(pairwise(plain, published=strict))
+        seeds = greatest(similarity_matrix(plain, published=strict))
         score = seeds.max() if strict else seeds.mean()
         kept = seeds > self.threshold
         if not kept.any() or score <= self.threshold:
@@ -103,7 +99,7 @@ class Loop:
         noise, plain = noise[kept], plain[kept]
 
         def highest(blocked):
-            measure = published_similarity if strict else similarity
+            measure = published_structural_similarity if strict else structural_similarity
             return float(measure(plain, self.predictions(text, noise, blocked)).max())
 
         active = self.activations(text, noise)

@@ -16,7 +16,7 @@ from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.seeds import torch_generator
 from netweight.hf.load_pipeline import text_to_image
 from netweight.methods.forget.settings import DetectionConfig
-from netweight.metrics.copies import CenteredPixels
+from netweight.metrics.descriptors import CenteredPixels
 from netweight.metrics.images import kernel_distance
 from netweight.toys.diffusion import shapes_pipeline
 from netweight.toys.shapes import ShapesWorld, drawn, memorized

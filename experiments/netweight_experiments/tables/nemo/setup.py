@@ -34,7 +34,8 @@ from netweight.methods.forget.mitigations import (
     random_units,
 )
 from netweight.methods.forget.settings import DetectionConfig, LocalizationConfig
-from netweight.metrics.copies import Descriptor, MemorizedImage
+from netweight.metrics.copies import MemorizedImage
+from netweight.metrics.descriptors import Descriptor
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel

@@ -19,7 +19,7 @@ from netweight.methods.space.edits import Compare
 from netweight.methods.space.labels import LabelColumn, Labels
 from netweight.methods.space.settings import InversionSettings
 from netweight.methods.space.space import WeightSpace
-from netweight.metrics.copies import Descriptor
+from netweight.metrics.descriptors import Descriptor
 from netweight.nn.lora import Adapter
 from netweight.nn.train_lora import AdapterRecipe
 

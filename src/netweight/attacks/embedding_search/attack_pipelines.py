@@ -14,7 +14,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.data.images.pairs import MemorizedPair, check_pairs, image_files, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
-from netweight.metrics.copies import CenteredPixels, Descriptor, sscd
+from netweight.metrics.descriptors import CenteredPixels, Descriptor, sscd
 from netweight.registry import Result
 from netweight.registry import Target as AttackOutcome
 from netweight.report.plots import check_figures

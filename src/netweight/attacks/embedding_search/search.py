@@ -25,7 +25,7 @@ from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
 from netweight.job import Job, Result
-from netweight.metrics.copies import CenteredPixels, Descriptor, described
+from netweight.metrics.descriptors import CenteredPixels, Descriptor, described
 from netweight.nn.text_to_image import Batches, Text, TextToImage, most_rows
 from netweight.report.finding import encode_json
 from netweight.store.checkpoint import open_checkpoint, write_checkpoint

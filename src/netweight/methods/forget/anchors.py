@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from netweight.metrics.copies import CenteredPixels, described
+from netweight.metrics.descriptors import CenteredPixels, described
 from netweight.nn.text_to_image import Batches, TextToImage, generated, most_rows
 
 CANDIDATES = 24

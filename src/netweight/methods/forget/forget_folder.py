@@ -58,7 +58,7 @@ from netweight.methods.forget.report import (
     verdicts,
 )
 from netweight.methods.forget.settings import DetectionConfig, GenerationSettings
-from netweight.metrics.copies import Clip
+from netweight.metrics.descriptors import Clip
 from netweight.nn.text_to_image import TextToImage
 from netweight.registry import CardEntry
 from netweight.report.audit import of_treatment

@@ -28,7 +28,7 @@ from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
-from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of, pairwise
+from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
 from netweight.methods.forget.search import (
     MaskedRow,
@@ -42,6 +42,7 @@ from netweight.methods.forget.search import (
     run_searches,
 )
 from netweight.methods.forget.settings import LocalizationConfig
+from netweight.metrics.structural_similarity import similarity_matrix
 from netweight.nn.text_to_image import Costs, TextToImage
 
 Status = Literal["resolved", "unresolved", "not memorized", "failed"]
@@ -229,7 +230,7 @@ def search(
         unblocked = predictions.alone(text, {}, every, costs)
     else:
         unblocked = yield from predicted([MaskedRow(text, {}, seed) for seed in every], costs)
-    seeds = greatest(pairwise(unblocked, published=released)).tolist()
+    seeds = greatest(similarity_matrix(unblocked, published=released)).tolist()
     score = max(seeds) if released else sum(seeds) / len(seeds)
     memorized_seeds = [seed for seed in every if seeds[seed] > threshold.value]
     costs.end("detection")

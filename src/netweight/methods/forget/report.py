@@ -25,19 +25,10 @@ from netweight.methods.forget.detect import Score, Threshold, roc
 from netweight.methods.forget.images import GeneratedImages
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.membership import Membership, two_sided
-from netweight.metrics.copies import (
-    COPY,
-    CenteredPixels,
-    Descriptor,
-    PromptCopies,
-    copies_of_prompt,
-    copy_findings,
-    region_copies,
-    region_findings,
-    similarity,
-    similarity_to_memorized,
-)
+from netweight.metrics.copies import COPY, PromptCopies, copies_of_prompt, copy_findings, similarity_to_memorized
+from netweight.metrics.descriptors import CenteredPixels, Descriptor, similarity
 from netweight.metrics.intervals import ends_if_enough, interval_finding, proportion
+from netweight.metrics.region_copies import region_copies, region_findings
 from netweight.report.finding import Column, Figure, Finding, Section, Table
 from netweight.report.plots import bars, heat_maps, histogram, image_grid
 from netweight.report.text import Conclusion, Criterion, Words, worst
@@ -47,7 +38,7 @@ _SAME = 0.5
 
 
 class Alignment(Protocol):
-    """Measure of how well images follow prompts, such as `metrics.copies.Clip`."""
+    """Measure of how well images follow prompts, such as `metrics.descriptors.Clip`."""
 
     @property
     def name(self) -> str: ...

@@ -18,9 +18,10 @@ from typing import Any, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from netweight.methods.forget.detect import first_step, noise_difference, noise_in, published_similarity, similarity
+from netweight.methods.forget.detect import first_step, noise_difference, noise_in
 from netweight.methods.forget.layers import ValueLayer, text_values, value_layers
 from netweight.methods.forget.settings import DetectionConfig
+from netweight.metrics.structural_similarity import published_structural_similarity, structural_similarity
 from netweight.nn.hooks import edit_outputs
 from netweight.nn.text_to_image import Batches, Costs, Text, TextToImage, clock, most_rows
 
@@ -267,7 +268,7 @@ class Trials:
         key = _key(trial)
         if key not in self._settled:
             differences = self._released.alone(self._prompt, trial, self._seeds, self._costs)
-            self._settled[key] = published_similarity(self._unblocked, differences).tolist()
+            self._settled[key] = published_structural_similarity(self._unblocked, differences).tolist()
             self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
         return self._settled[key]
 
@@ -294,7 +295,7 @@ class Trials:
                 torch.stack([noise_differences[key] for key in scored]),
                 self._unblocked[[at for _, at in scored]],
             )
-            values = similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
+            values = structural_similarity(differences, unblocked, together=1 if bounded else together, bound=bounded)
             self._seen = {key: noise_differences[key] for key in new | ahead} if self._released else {}
             if bounded:
                 values = values - _ROUNDING

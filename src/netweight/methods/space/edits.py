@@ -27,7 +27,7 @@ from netweight.metrics.images import lpips, ssim
 from netweight.report.finding import Finding
 
 if TYPE_CHECKING:
-    from netweight.metrics.copies import Descriptor
+    from netweight.metrics.descriptors import Descriptor
     from netweight.metrics.images import Features
 
 # From points `(b, k)` to images `(b, m, 3, height, width)`, from the same noise for every point.
