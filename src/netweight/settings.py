@@ -555,9 +555,13 @@ def _nested(kind: Any, name: Any) -> Any:
 
 
 def _refusal(kind: type[Settings], error: pydantic.ValidationError) -> NetweightError:
-    for problem in error.errors(include_url=False):
+    problems = error.errors(include_url=False)
+    for problem in problems:
         if problem["type"] == "check" and not problem["loc"]:
             return cast("NetweightError", problem["ctx"]["error"])
+    if len(problems) == 1 and isinstance(own := problems[0].get("ctx", {}).get("error"), NetweightError):
+        reason = str(own).removesuffix(f" {own.cure}") if own.cure else str(own)
+        return UsageError(f"{_place(kind, problems[0]['loc'])}: {reason}", cure=own.cure)
     return _listed(_lines(kind, error))
 
 

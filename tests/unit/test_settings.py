@@ -245,6 +245,9 @@ def test_what_fields_must_satisfy_together():
     assert refused.value.cure == "Give a lower low."
     with pytest.raises(UsageError, match=r"^x\.range: The range is empty\. Give a lower low\.$"):
         Holder.of({"range": {"low": 6}}, where="x")  # the rest of a field's default stays
+    with pytest.raises(UsageError, match=r"^range: The range is empty\. Give a lower low\.$") as alone:
+        Holder(range={"low": 6})
+    assert alone.value.cure == "Give a lower low."  # a program finds it apart from the reason
     assert Holder(range={"low": 4}).range == Ordered(low=4, high=5)
     assert Holder().replace(range={"low": 1}).range.high == 5
 
