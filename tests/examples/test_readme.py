@@ -1,5 +1,6 @@
 """What the README shows is run: its Python, and every `netweight` command in its console blocks that needs a model."""
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
@@ -24,18 +25,28 @@ def commands(language):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What `netweight init` writes; its models have the names that the README uses."""
+def answers(tmp_path_factory):
+    """The folder in which the README's console commands ran, and what each of them answered."""
     pytest.importorskip("diffusers", reason="diffusers is not installed")
     pytest.importorskip("transformers", reason="transformers is not installed")
-    return tmp_path_factory.mktemp("Größe zwei")
+    made = tmp_path_factory.mktemp("Größe zwei")
+    with contextlib.chdir(made):
+        return made, [
+            (arguments, CliRunner().invoke(cli.netweight, arguments, catch_exceptions=False))
+            for arguments in commands("console")
+        ]
 
 
-def test_the_commands_work_in_their_order(folder, monkeypatch):
-    monkeypatch.chdir(folder)
+@pytest.fixture(scope="module")
+def folder(answers):
+    """What the console commands left, which the README's other blocks take for granted."""
+    return answers[0]
+
+
+def test_the_commands_work_in_their_order(answers):
+    folder, given = answers
     assert ["init", "."] in commands("console")
-    for arguments in commands("console"):
-        answer = CliRunner().invoke(cli.netweight, arguments, catch_exceptions=False)
+    for arguments, answer in given:
         assert answer.exit_code == 0 or arguments == ["doctor"], answer.output
     model, restored = folder / "my-model", folder / "restored"
     assert (restored / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
