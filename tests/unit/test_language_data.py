@@ -321,6 +321,21 @@ def test_public_sets_have_configurations_and_may_be_programs(tmp_path):
         read_rows(f"hub:{tmp_path / 'program'}")
 
 
+def test_a_folder_of_several_files_is_read_whole_or_refused(tmp_path):
+    pytest.importorskip("datasets", reason="datasets is in no extra")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n', encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text("{}", encoding="utf-8")
+    assert [row.values["prompt"] for row in read_rows(f"hub:{tmp_path}").rows] == ["a", "b"]
+    (tmp_path / "c.csv").write_text("prompt\nc\n", encoding="utf-8")
+    with pytest.raises(UsageError, match=r"several formats: a\.jsonl would be read, and c\.csv would not"):
+        read_rows(f"hub:{tmp_path}")
+    (tmp_path / "c.csv").unlink()
+    (tmp_path / "b.jsonl").write_text('{"prompt": ["b"]}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r"cannot be read: Couldn't cast.*Correct its files"):
+        read_rows(f"hub:{tmp_path}")
+
+
 def test_sources_that_are_none(tmp_path):
     with pytest.raises(UsageError, match=r"There is no file .*x\.jsonl"):
         text.text_pairs(tmp_path / "x.jsonl")

@@ -245,6 +245,9 @@ def test_json_is_read_by_its_content_packed_or_not(tmp_path, name, packed):
         ("rows.jsonl.bz2", b"no archive", "cannot be unpacked"),
         ("rows.jsonl.zst", b"x", "a format that is not supported"),
         ("rows.jsonl", '{"prompt": "a", "response": "b"}'.encode("utf-16"), "not in UTF-8"),
+        ("rows.jsonl", '{"prompt": "a", "response": "b"}'.encode("utf-16-le"), "contains NUL characters, as text in"),
+        ("rows.csv", "prompt,response\na,b\n".encode("utf-16-le"), "contains NUL characters, as text in"),
+        ("rows.csv", b'prompt,response\n"a", "b"\n', "line 2, has a space before a quoted field"),
         ("rows.json", b'{"version": 1, "data": [{"prompt": "a", "response": "b"}]}', "Write the list under 'data'"),
     ],
 )
@@ -260,6 +263,21 @@ def test_files_that_would_lose_something_are_refused(tmp_path, name, content, re
 def test_tables_are_read_by_the_separator_of_their_header(tmp_path, separator):
     text = "\r\n".join([f"prompt{separator}response", '"Why, so; and|or?"' + separator + "Because."])
     (tmp_path / "rows.csv").write_bytes(("\ufeff" + text).encode())
+    (found,) = text_examples(tmp_path / "rows.csv")
+    assert (found.prompt, found.response) == ("Why, so; and|or?", "Because.")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'sep=;\nprompt;response\n"Why, so; and|or?";Because.\n',
+        '\r\n\r\nprompt,response\r\n"Why, so; and|or?",Because.\r\n',
+        'prompt, response\n"Why, so; and|or?", "Because."\n',
+        '"prompt"; "response"; "note, in words, and more, of it"\n"Why, so; and|or?"; "Because."; ""\n',
+    ],
+)
+def test_headers_as_spreadsheets_write_them(tmp_path, text):
+    (tmp_path / "rows.csv").write_bytes(text.encode())
     (found,) = text_examples(tmp_path / "rows.csv")
     assert (found.prompt, found.response) == ("Why, so; and|or?", "Because.")
 

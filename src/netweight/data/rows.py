@@ -12,6 +12,7 @@ import gzip
 import io
 import json
 import lzma
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,11 @@ from netweight.errors import UsageError
 _LONGEST_FIELD = 1 << 24
 # Separators of files named .csv: the most frequent one in the header counts, and of equally frequent ones the first.
 _SEPARATORS = ",;\t|"
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # in a header, a separator between quotes does not separate
+_HEADER = 1 << 16  # characters in which the header ends, for the search for its separator
+# Spreadsheets state the separator on a line of its own before the header.
+_STATED_SEPARATOR = re.compile(r"sep=(.)\r?\n")
+_QUOTES_AFTER_SPACE = re.compile(r'\s+".*"\s*', re.DOTALL)
 _NAMED = 5  # bad rows that a message names; the others are counted
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
@@ -179,6 +185,8 @@ def _public_set(source: str) -> Any:
     configuration, split = (parts[0], parts[1]) if len(parts) == 2 else (None, "".join(parts))
     datasets = library("datasets", "A named data set", "llm")
     try:
+        if Path(name).is_dir():
+            _refuse_unread_files(Path(name), datasets)
         return datasets.load_dataset(name, configuration or None, split=split or "train")
     except RuntimeError as error:
         # The data set is a program, which newer versions of datasets do not run.
@@ -192,6 +200,33 @@ def _public_set(source: str) -> Any:
             cure=f"Check the network, and the name and the split of the data set: {HUB}NAME:SPLIT. If it has several "
             f"configurations, name one: {HUB}NAME:CONFIGURATION:SPLIT.",
         ) from error
+    except datasets.exceptions.DatasetsError as error:
+        lines = str(error.__cause__ or error).strip().split("\n")
+        reason = " ".join(dict.fromkeys((lines[0], lines[-1]))).rstrip(".:")
+        raise UsageError(
+            f"The rows of the data set {name!r} cannot be read: {reason}.",
+            cure="Correct its files: all of them need the same columns, with values of one kind. Or give one of its "
+            "files by its path.",
+        ) from error
+
+
+def _refuse_unread_files(folder: Path, datasets: Any) -> None:
+    """Refuse a folder of files of several formats, of which datasets reads the most frequent one and leaves out others.
+
+    A folder whose README.md names configurations says itself which files belong together.
+    """
+    if datasets.get_dataset_config_names(str(folder)) != ["default"]:
+        return
+    files = datasets.load_dataset_builder(str(folder)).config.data_files
+    read = {Path(file).resolve() for split in files.values() for file in split}
+    files_of_rows = (file for file in sorted(folder.rglob("*")) if _ending(file) and file.name not in _ABOUT_SETS)
+    others = [file for file in files_of_rows if file.resolve() not in read]
+    if read and others:
+        raise UsageError(
+            f"{folder} contains rows in several formats: {min(read).name} would be read, and {others[0].name} would "
+            "not.",
+            cure="Give one of the files by its path, or leave files of one format in the folder.",
+        )
 
 
 def _of_object(source: Any) -> Iterator[Row]:
@@ -215,6 +250,19 @@ _PACKED: Mapping[str, Callable[[bytes], bytes]] = {
 }  # fmt: skip
 
 
+# Files in which datasets keeps what it knows of a set that it saved.
+_ABOUT_SETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+def _ending(file: Path) -> str:
+    """Return the ending of a file of rows, without that of its packing; "" for other files."""
+    name = file.name.lower()
+    packed = next((ending for ending in _PACKED if name.endswith(ending)), "")
+    ending = next((ending for ending in _ENDINGS if name.removesuffix(packed).endswith(ending)), "")
+    return "" if packed and ending == ".parquet" else ending
+
+
 def _of_file(file: Path, key: str | None) -> Iterator[Row]:
     readers: dict[str, Callable[[Path], Iterator[Row]]] = {
         ".jsonl": lambda path: _json(path, key, lines=True),
@@ -231,13 +279,11 @@ def _of_file(file: Path, key: str | None) -> Iterator[Row]:
         )
     if not file.is_file():
         raise UsageError(f"There is no file {file}.", cure="Check the path.")
-    name = file.name.lower()
-    packed = next((ending for ending in _PACKED if name.endswith(ending)), "")
-    ending = next((ending for ending in readers if name.removesuffix(packed).endswith(ending)), None)
-    if ending is None or (packed and ending == ".parquet"):
+    ending = _ending(file)
+    if not ending:
         raise UsageError(
             f"{file} has a format that is not supported.",
-            cure=f"Use one of {', '.join(readers)}; texts may be packed as {', '.join(_PACKED)}.",
+            cure=f"Use one of {', '.join(_ENDINGS)}; texts may be packed as {', '.join(_PACKED)}.",
         )
     return readers[ending](file)
 
@@ -248,11 +294,16 @@ def read_text(file: Path) -> str:
     try:
         if unpack := _PACKED.get(file.suffix.lower()):
             data = unpack(data)
-        return data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except (OSError, ValueError, EOFError, zlib.error, lzma.LZMAError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise UsageError(f"{file} is not in UTF-8: {error}.", cure="Save it in UTF-8.") from error
         raise UsageError(f"{file} cannot be unpacked: {error}.", cure="Fetch it again.") from error
+    if "\0" in text:
+        raise UsageError(
+            f"{file} contains NUL characters, as text in UTF-16 does that is read as UTF-8.", cure="Save it in UTF-8."
+        )
+    return text
 
 
 def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[Row]:
@@ -314,22 +365,33 @@ def _parsed(text: str, what: str) -> Any:
 def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
-        text = read_text(file)
-        first = text.partition("\n")[0]
-        if delimiter == ",":  # spreadsheets write the separator of their country under the same ending
-            delimiter = max(_SEPARATORS, key=first.count)
-        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+        whole = read_text(file)
+        text = whole.lstrip("\r\n")
+        if stated := _STATED_SEPARATOR.match(text):
+            delimiter, text = stated[1], text[stated.end() :]
+        header = re.split(r"[\r\n]", _QUOTED.sub("", text[:_HEADER]), maxsplit=1)[0]
+        if delimiter == "," and not stated:  # spreadsheets write the separator of their country under the same ending
+            delimiter = max(_SEPARATORS, key=header.count)
+        skipped = whole[: len(whole) - len(text)].count("\n")
+        spaced = f"{delimiter} " in header  # a space after the separator belongs to it, where the header has one
+        lines = io.StringIO(text, newline="")
+        reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=spaced, strict=True)
         names = [name.strip() for name in reader.fieldnames or ()]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise UsageError(f"{file} has two columns {twice!r}.", cure="Rename or remove one of them.")
         reader.fieldnames = names
         for values in reader:
-            where = f"line {reader.line_num}"
+            where = f"line {skipped + reader.line_num}"
             if None in values or None in values.values():
                 raise UsageError(
                     f"{file}, {where}, has not as many fields as the header.",
                     cure="Quote fields that contain a delimiter.",
+                )
+            if any(_QUOTES_AFTER_SPACE.fullmatch(value) for value in values.values()):
+                raise UsageError(
+                    f"{file}, {where}, has a space before a quoted field, so that the quotes would belong to the text.",
+                    cure="Remove spaces after the separator.",
                 )
             yield Row(where, values)
     except csv.Error as error:
