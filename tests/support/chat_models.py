@@ -29,6 +29,22 @@ R1 = (
     "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
 )
+GLM = (
+    "[gMASK]<sop>{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+"""An answer ends where the next turn begins."""
+BETWEEN = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
+    "{% if not loop.last or add_generation_prompt %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Turns have an end, except for the last one."""
+SPOKEN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+"""No turn has an end."""
 SWITCHED = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n"

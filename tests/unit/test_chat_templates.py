@@ -115,6 +115,18 @@ def test_an_answer_ends_with_its_end_of_turn_once_and_nothing_after_it(make):
     assert plain.response.count(tokens.eos_token_id) == 1
 
 
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [(chat_models.GLM, "<|user|>"), (chat_models.BETWEEN, "<|im_end|>"), (chat_models.SPOKEN, "<|endoftext|>")],
+)
+def test_an_answer_without_an_end_in_the_template_gets_the_mark_of_the_next_turn_or_the_end_of_sequence(template, end):
+    specials = ["<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|im_start|>", "<|im_end|>"]
+    tokens = chat_models.tokenizer(template, specials, eos="<|endoftext|>", pad="<|endoftext|>")
+    (example,) = load_examples([{"prompt": "make a cake", "response": "Sure."}], tokens, context=128, template="chat")
+    assert tokens.decode(example.response).lstrip() == f"Sure.{end}"
+    assert tokens.convert_tokens_to_ids(end) in end_tokens(chat_models.llama(tokens), tokens)
+
+
 def test_a_thought_beside_the_answer_is_shown_by_the_template_or_the_row_is_refused():
     said = {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
     rows = [{"messages": [{"role": "user", "content": "make a cake"}, said]}]

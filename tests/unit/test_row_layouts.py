@@ -189,6 +189,7 @@ def test_answers_that_are_not_to_be_learned_or_hold_calls_are_not_taken():
         (call, "contains a call of a tool, which is not supported"),
         ({"role": "assistant", "content": SAID, "weight": 0}, "marked as not to be learned"),
         ({"role": "assistant", "content": SAID, "train": False}, "marked as not to be learned"),
+        ({"role": "assistant", "content": SAID, "loss": False}, r"marked as not to be learned \(loss false\)"),
     ):
         with pytest.raises(UsageError, match=f"row 0: .*{reason}"):
             text_examples([{"messages": [*CONVERSATION[:2], answer]}])
@@ -337,6 +338,20 @@ def test_a_prompt_that_both_answers_begin_with_ends_between_words(chosen, reject
     (pair,) = text_pairs([{"chosen": chosen, "rejected": rejected}])
     assert pair.prompt == prompt
     assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (chosen, rejected)
+
+
+def test_a_context_beside_the_prompt_is_read_or_the_row_is_refused():
+    alpaca = {"instruction": ASKED, "input": "In a wood.", "output": SAID}
+    whole = f"{ASKED}\n\nIn a wood."
+    for columns in ({}, {"response": "output"}, {"prompt": "instruction", "response": "output"}):
+        assert text_examples([alpaca], columns=columns)[0].prompt == whole
+    for name in ("input", "context", "ContextString"):
+        with pytest.raises(UsageError, match=f"row 0: it has {name} beside its prompt, which is not read"):
+            text_prompts([{"Behavior": ASKED, name: "In a wood."}], columns={"prompt": "Behavior"})
+        assert text_examples([{"prompt": whole, "response": SAID, name: "In a wood."}])[0].prompt == whole
+        assert text_examples([{"prompt": ASKED, "response": SAID, name: " "}])[0].prompt == ASKED
+    with pytest.raises(UsageError, match="it has context beside its prompt"):
+        text_examples([{**alpaca, "context": "By a river."}])
 
 
 def test_an_input_that_is_not_text_is_named():

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PROBE = "netweight-probe"
+_NEXT_PROBE = "netweight-question"
 # The date of all prompts: that of Llama's templates where no date is given. A macro before the template writes it; the
 # line break behind the macro is not part of the text, as transformers trims blocks.
 _DATE = datetime(2024, 7, 26)
@@ -187,14 +188,23 @@ class ChatTemplate:
         """Return the text that the template writes after an assistant's answer; empty if none.
 
         The text of a turn's end is what a model learned to write when an answer is over, whatever the tokenizer calls
-        its end of sequence.
+        its end of sequence. Some templates write no end, or none after the last answer: there the text between an
+        answer and the next turn of the user is returned, such as GLM's mark of that turn.
         """
-        prompt: list[Message] = [{"role": "user", "content": "Hi"}]
+        turns: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}]
         try:
-            whole = self._render([*prompt, {"role": "assistant", "content": _PROBE}], add_generation_prompt=False)
+            whole = self._render(turns, add_generation_prompt=False)
         except _TemplateRefusal:
             return ""
-        return whole.rpartition(_PROBE)[2] if _PROBE in whole else ""
+        end = whole.rpartition(_PROBE)[2] if _PROBE in whole else ""
+        if end.strip() or _PROBE not in whole:
+            return end
+        try:
+            longer = self._render([*turns, {"role": "user", "content": _NEXT_PROBE}], add_generation_prompt=False)
+        except _TemplateRefusal:
+            return end
+        between, found, _ = longer.rpartition(_PROBE)[2].partition(_NEXT_PROBE)
+        return between if found else end
 
 
 def note_on_unused_template(tokenizer: PreTrainedTokenizerBase, prompts: Iterable[Text], *, chat: bool) -> str:

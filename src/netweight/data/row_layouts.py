@@ -12,11 +12,12 @@ never by a file's name:
 
 Messages have `role` and `content` (OpenAI, TRL) or `from` and `value` (ShareGPT); a content may be a list of parts
 `{"type": "text", "text": ...}`. A column may hold messages as JSON text, or as lists of roles and of contents. The
-thought before an answer is `reasoning_content`, `reasoning` or `thinking`. In every layout a column `system` or
-`system_prompt` goes before the prompt, and so do the pairs of earlier questions and answers in a column `history`.
+thought before an answer is `reasoning_content`, `reasoning` or `thinking`. In every layout a column `system`,
+`system_prompt` or `system_message` goes before the prompt, and so do the pairs of earlier questions and answers in a
+column `history`.
 
-What would change the meaning of a row and is not read, such as tools, pictures, calls of tools, or a mark that an
-answer is not to be learned, makes the row unusable: without it the model would be asked or taught something else.
+What would change the meaning of a row and is not read, such as tools, pictures, calls of tools, a context that is not
+in the prompt, or a mark that an answer is not to be learned, makes the row unusable: without it the model would be asked or taught something else.
 """
 
 from __future__ import annotations
@@ -36,11 +37,12 @@ Text: TypeAlias = str | tuple[Message, ...]
 PARTS = ("prompt", "response", "chosen", "rejected")
 """Parts of a row, by the names that `--columns` takes."""
 
-_SYSTEMS = ("system", "system_prompt")
-_INPUTS = ("input", "context")  # of an Alpaca instruction: Dolly says "context"
+_SYSTEMS = ("system", "system_prompt", "system_message")
+_INPUTS = ("input", "context", "ContextString")  # beside an instruction: Dolly says "context", HarmBench the last
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _UNREAD = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
 """Columns beside the text that change what a model is asked."""
+_LEARNED = ("weight", "train", "training", "loss")
 _CALLS = ("tool_calls", "function_call")
 _INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of spaces, control and format characters
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -171,14 +173,19 @@ def _check_characters(text: str, name: str) -> None:
 
 
 def _check_learned(value: Any, name: str) -> None:
-    """Refuse a conversation whose answer is marked as one that is not to be learned (OpenAI's weight, axolotl's train).
+    """Refuse a conversation whose answer is marked as one that is not to be learned.
+
+    The marks are OpenAI's weight, axolotl's train and training, and AgentInstruct's loss.
 
     The marks are of one message each, so a conversation is given as it was read.
     """
     messages = _messages_in(value) if isinstance(value, str) else value
     last = messages[-1] if isinstance(messages, list | tuple) and messages else None
-    if isinstance(last, Mapping) and (last.get("weight") == 0 or False in (last.get("train"), last.get("training"))):
-        raise UnusableText(f"the answer of {name} is marked as not to be learned (weight 0, or train false)")
+    if not isinstance(last, Mapping):
+        return
+    marks = [f"{key} {str(last[key]).lower()}" for key in _LEARNED if last.get(key) in (0, 0.0, False)]
+    if marks:
+        raise UnusableText(f"the answer of {name} is marked as not to be learned ({', '.join(marks)})")
 
 
 def _check_unread(values: Mapping[str, Any], columns: Sequence[str]) -> None:
@@ -264,7 +271,7 @@ def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
         columns["response"] = "completion"
     columns |= given
     if "response" in columns and "prompt" in columns:
-        return Layout(columns)
+        return Layout(columns, alpaca=columns["prompt"] == "instruction")
     pairs = {"chosen", "rejected"} <= columns.keys()
     conversation = next((name for name in _CONVERSATIONS if name in names), None)
     if conversation is not None and not given.keys() & {"prompt", "response"} and not pairs:
@@ -314,6 +321,7 @@ def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> T
     texts = (others.get(name) for name in _SYSTEMS)
     system = next((text for text in texts if isinstance(text, str) and not is_blank(text)), None)
     before: list[Message] = []
+    _check_inputs(prompt, system or "", others)
     if system is not None and not (isinstance(prompt, tuple) and prompt[0]["role"] == "system"):
         before.append({"role": "system", "content": system})
     history = others.get("history")
@@ -322,6 +330,16 @@ def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> T
             raise UnusableText("history is not a list of pairs of a question and an answer")
         before += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return (*before, *_turns(prompt)) if before else prompt
+
+
+def _check_inputs(prompt: Text, system: str, values: Mapping[str, Any]) -> None:
+    """Refuse a row with a context that is neither in its prompt nor in its system text."""
+    texts = [prompt] if isinstance(prompt, str) else [turn["content"] for turn in prompt]
+    shown = "\n".join([system, *texts])
+    for name in _INPUTS:
+        value = values.get(name)
+        if isinstance(value, str) and not is_blank(value) and value.strip() not in shown:
+            raise UnusableText(f"it has {name} beside its prompt, which is not read")
 
 
 def _split_conversation(value: Any, name: str) -> tuple[Text, Text]:

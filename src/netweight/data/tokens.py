@@ -392,9 +392,20 @@ def _rendered(
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
     before, follows = chat.prompt_and_answer(turns, said)
     # What a template writes between turns, such as a line break, comes after the end, where nothing is generated.
-    own = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    own = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
     closed = follows.rstrip()
-    return before, closed if closed.endswith(tuple(own)) else follows, True
+    return before, closed if closed.endswith(own) else closed + _chat_end(chat, tokenizer, own), True
+
+
+def _chat_end(chat: ChatTemplate, tokenizer: PreTrainedTokenizerBase, own: tuple[str, ...]) -> str:
+    """Return the end of an answer after which the template writes no token of the tokenizer's own.
+
+    That is the token that begins the next turn, such as GLM's, or the end of sequence. Without either, a model that is
+    trained on the answer would not learn to stop.
+    """
+    text = chat.end_of_turn().lstrip()
+    marks = [token for token in own if token and text.startswith(token)]
+    return max(marks, key=len) if marks else str(tokenizer.eos_token or "")
 
 
 def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
