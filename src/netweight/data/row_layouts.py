@@ -17,7 +17,8 @@ thought before an answer is `reasoning_content`, `reasoning` or `thinking`. In e
 column `history`.
 
 What would change the meaning of a row and is not read, such as tools, pictures, calls of tools, a context that is not
-in the prompt, or a mark that an answer is not to be learned, makes the row unusable: without it the model would be asked or taught something else.
+in the prompt, or a mark that an answer is not to be learned, makes the row unusable: without it the model would be
+asked or taught something else.
 """
 
 from __future__ import annotations
