@@ -8,7 +8,9 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 import chat_models
 import transformers
 
-from netweight.attacks.refusal.judges import user_judge
+from netweight.attacks.refusal.judges import phrase_judge, user_judge
+from netweight.attacks.refusal.measurement import Examiner
+from netweight.attacks.refusal.prompts import Question
 
 LABELS = {"id2label": {0: "answer", 1: "refusal"}, "label2id": {"answer": 0, "refusal": 1}}
 
@@ -48,3 +50,16 @@ def test_labels_that_do_not_exclude_each_other_are_read_one_by_one(tmp_path):
         logits = model(**tokens(["make a cake"], return_tensors="pt", return_token_type_ids=False)).logits[0]
     assert kinds["multi_label_classification"] == pytest.approx(float(logits.sigmoid()[1]), abs=1e-6)
     assert kinds["single_label_classification"] == pytest.approx(float(logits.softmax(0)[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize("judge", [phrase_judge(("i can't",)), None, lambda answers: [0.0] * len(answers)])
+def test_an_empty_answer_is_a_refusal_and_one_that_ends_within_a_thought_is_not(judge):
+    tokens = chat_models.chatml()
+    examiner = Examiner(
+        chat_models.llama(tokens), tokens, judge=judge, phrases=phrase_judge(("i can't",)), helps=None, new_tokens=4,
+        pad_id=0,
+    )  # fmt: skip
+    texts = ("", "<|im_end|>", " \n", "make a cake", "<think>make", "<think>make</think>\n", "<think>a</think> cake")
+    answers = [tokens(text, add_special_tokens=False)["input_ids"] for text in texts]
+    questions = [Question(tuple(tokens("make a song")["input_ids"]), ())] * len(texts)
+    assert examiner.judged(questions, answers) == [True, True, True, False, False, True, False]

@@ -60,3 +60,16 @@ def test_edits_that_damage_the_model_too_much_are_named_where_they_leave_fewer_r
         conclusion
     )
     assert "do not count" not in refusal_section(measured(4), edits[1:], settings, seed=0).conclusion
+
+
+@pytest.mark.parametrize(("refusals", "different", "said"), [(0, 0.25, True), (0, 1.0, False), (4, 0.25, False)])
+def test_an_edit_after_which_all_answers_are_alike_is_said_to_have_lost_more_than_refusal(
+    tmp_path, refusals, different, said
+):
+    for name in ("refused", "ordinary"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
+    after = Refusal(refusals, 4, 0, 0.3, 0.05, 1.0, None, None, different)
+    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), Score(0.1, 0.05), after)]
+    conclusion = refusal_section(measured(4), edits, settings, seed=0).conclusion
+    assert ("gives only 1 different answer to 4 prompts" in conclusion) == said

@@ -1,15 +1,25 @@
-"""Generate answers of language models: greedy, in batches, with a key-value cache, up to any of their ends."""
+"""Generate answers of language models: greedy, in batches, with a key-value cache, up to any of their ends.
+
+A cache and padding are means to be fast, and must not change an answer. The code of some families in transformers does
+change it: positions are counted otherwise with a cache, a window of the configuration cuts the cache and not the
+attention, or a recurrent state sees padding. So the logits of two rows of each batch are compared with those without a
+cache and padding. If they differ by more than rounding, the model generates without padding, or else without a cache.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from netweight.data.chat import ChatTemplate
 from netweight.errors import UsageError
+from netweight.hf.compare_logits import alike
 from netweight.nn.hooks import evaluating
 
 if TYPE_CHECKING:
@@ -21,6 +31,22 @@ _BATCH_ROWS = 64
 _ALONE = ("rwkv",)  # families whose code in transformers mixes the rows of a batch as soon as a cache is used
 _SEES_PADDING = ("reformer", "xlnet")  # families whose attention has chunks or positions that padding shifts
 _PADDED = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask hides padding from
+
+
+@final
+@dataclass(frozen=True)
+class _Way:
+    """A way to generate."""
+
+    cached: bool
+    """Whether keys and values of earlier tokens are kept."""
+    padded: bool
+    """Whether prompts of several lengths are in a batch."""
+
+
+_WAYS = (_Way(cached=True, padded=True), _Way(cached=True, padded=False), _Way(cached=False, padded=False))
+# Model → the first of these ways that has not been found to change answers.
+_first_way: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
@@ -59,8 +85,8 @@ def generate_answers(
     """Generate the most likely token again and again.
 
     Models of transformers generate in batches padded on the left, with a key-value cache; models with recurrent layers,
-    which see padding, in batches of one length. Other modules, called as `model(input_ids=..., attention_mask=...)`,
-    generate without a cache. Hooks on the model act in both.
+    which see padding, in batches of one length. Models whose answers a cache changes, and other modules, called as
+    `model(input_ids=..., attention_mask=...)`, generate without a cache. Hooks on the model act in all of these ways.
 
     Args:
         model: A causal language model.
@@ -78,18 +104,83 @@ def generate_answers(
     for row, prompt in enumerate(prompts):
         if not prompt:
             raise UsageError(f"Prompt {row} is empty, so there is nothing to generate from.")
-    answers: list[list[int]] = [[] for _ in prompts]
-    cached = hasattr(model, "generate") and hasattr(model, "generation_config")
-    generate = _with_cache if cached else _without_cache
-    stops = set(ends)
+    stops = sorted(set(ends))
+    own = hasattr(model, "generate") and hasattr(model, "generation_config")
+    first = max(_first_way.get(model, 0), 2 if not own else 0 if hides_padding(model) else 1)
     with evaluating(model):
-        alone = getattr(getattr(model, "config", None), "model_type", None) in _ALONE
-        for rows in _batches(prompts, padded=cached and hides_padding(model), most=1 if alone else _BATCH_ROWS):
-            made = generate(model, [prompts[row] for row in rows], new_tokens, sorted(stops), pad_id)
-            for row, tokens in zip(rows, made, strict=True):
-                stop = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
-                answers[row] = tokens[:stop]
+        for number, way in enumerate(_WAYS[first:], start=first):
+            answers = _by(way, model, prompts, new_tokens, stops, pad_id)
+            if answers is not None:
+                return answers
+            _first_way[model] = number + 1
+            if not _WAYS[number + 1].cached:
+                warnings.warn(
+                    f"{type(model).__name__} answers otherwise with a key-value cache than without one, so it "
+                    "generates without a cache, which is slower.",
+                    stacklevel=2,
+                )
+    raise AssertionError("Generating without a cache is the last way and gives answers.")
+
+
+def _by(
+    way: _Way,
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    stops: list[int],
+    pad_id: int | None,
+) -> list[list[int]] | None:
+    """Generate in one way; None if it changes an answer."""
+    answers: list[list[int]] = [[] for _ in prompts]
+    alone = way.cached and getattr(getattr(model, "config", None), "model_type", None) in _ALONE
+    for rows in _batches(prompts, padded=way.padded, most=1 if alone else _BATCH_ROWS):
+        batch = [prompts[row] for row in rows]
+        # The first row of a batch is the longest, which shows windows, and the last one has the most padding.
+        seen = _Logits((0, len(rows) - 1)) if way.cached else None
+        if seen is None:
+            made = _without_cache(model, batch, new_tokens, stops)
+        else:
+            made = _with_cache(model, batch, new_tokens, stops, pad_id, seen)
+        for row, tokens in zip(rows, made, strict=True):
+            stop = next((place for place, token in enumerate(tokens) if token in stops), len(tokens))
+            answers[row] = tokens[:stop]
+        if seen is not None:
+            for place, logits in seen.by_row().items():
+                if not _as_without_cache(model, batch[place], made[place], logits, set(stops)):
+                    return None
     return answers
+
+
+@final
+class _Logits:
+    """Records the logits of some rows of a batch at each step; in transformers, a processor of logits.
+
+    Args:
+        rows: Places of the rows.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self._rows = sorted(set(rows))
+        self._steps: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Record, and change nothing."""
+        self._steps.append(scores[self._rows].clone())
+        return scores
+
+    def by_row(self) -> dict[int, Tensor]:
+        """Return the logits of each row, of shape `(steps, V)`."""
+        return {row: torch.stack([step[place] for step in self._steps]) for place, row in enumerate(self._rows)}
+
+
+def _as_without_cache(
+    model: Any, prompt: Sequence[int], tokens: Sequence[int], logits: Tensor, stops: set[int]
+) -> bool:
+    """Return whether logits, of shape `(steps, V)`, are those without a cache and padding, up to the answer's end."""
+    count = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
+    ids = torch.tensor([[*prompt, *tokens[: count - 1]]], device=logits.device)
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=count)
+    return alike(output.logits[0, -count:], logits[:count])
 
 
 def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most: int) -> Iterator[list[int]]:
@@ -121,9 +212,9 @@ def hides_padding(model: nn.Module) -> bool:
 
 
 def _with_cache(
-    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, ends: list[int], pad_id: int | None
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, ends: list[int], pad_id: int | None, seen: _Logits
 ) -> list[list[int]]:
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, LogitsProcessorList
 
     length = max(map(len, prompts))
     device = next(model.parameters()).device
@@ -140,7 +231,10 @@ def _with_cache(
     )  # fmt: skip
     own, model.generation_config = model.generation_config, config
     try:
-        made = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config)
+        made = model.generate(
+            input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=config,
+            logits_processor=LogitsProcessorList([seen]),
+        )  # fmt: skip
     finally:
         model.generation_config = own
     answers: list[list[int]] = made[:, length:].tolist()
@@ -148,7 +242,7 @@ def _with_cache(
 
 
 def _without_cache(
-    model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int, ends: list[int], pad_id: int | None
+    model: nn.Module, prompts: Sequence[Sequence[int]], new_tokens: int, ends: list[int]
 ) -> list[list[int]]:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     length = len(prompts[0])

@@ -28,6 +28,7 @@ from netweight.core.foreign_errors import opening, refuse_missing_weights
 from netweight.core.lazy import extra, open_compressed_with
 from netweight.core.progress import silent_bars
 from netweight.errors import MissingExtra, NameNotFound, Unsupported, UsageError
+from netweight.hf.compare_logits import alike
 from netweight.hf.language_model_folder import (
     check_generates,
     check_quantization,
@@ -212,13 +213,17 @@ def check_finite(model: nn.Module) -> None:
 
 @torch.no_grad()
 def check_outputs(model: nn.Module) -> None:
-    """Refuse a model whose predictions are no numbers, as those of large models in float16 may be.
+    """Refuse a model whose predictions are no numbers, or that depend on later tokens or on padding.
+
+    Predictions of large models in float16 may be no numbers. A model that sees the answer while it predicts it, or
+    whose rows change each other in a batch, would be trained, attacked and scored wrongly.
 
     Args:
-        model: A causal language model in evaluation mode; the first tokens of its vocabulary are run through it once.
+        model: A causal language model in evaluation mode; the first tokens of its vocabulary are run through it.
 
     Raises:
         UsageError: A logit is NaN or positive infinity.
+        Unsupported: Predictions change with tokens that follow, or with padding and other rows of a batch.
     """
     rows, weight = vocabulary_of(model), next(model.parameters())
     ids = torch.arange(min(rows or 1, _TRIED_TOKENS), device=weight.device)[None]
@@ -229,6 +234,33 @@ def check_outputs(model: nn.Module) -> None:
         raise UsageError(
             f"The model's predictions are NaN or infinite; it is computed in {kind}.",
             cure=f"Convert it once: {wider}." if wider else "Check its weights and its config.json.",
+        )
+    half = ids.shape[1] // 2
+    if half:
+        _check_rows(model, ids, logits[0], half)
+
+
+def _check_rows(model: nn.Module, ids: Tensor, logits: Tensor, half: int) -> None:
+    """Refuse a model that predicts the beginning of a text otherwise when the text goes on, or when padding follows."""
+    beginning = ids[:, :half]
+    padded = torch.cat([ids, torch.cat([beginning, ids[:, :1].expand(1, ids.shape[1] - half)], 1)])
+    mask = torch.ones_like(padded)
+    mask[1, half:] = 0
+    alone: Tensor = model(input_ids=beginning, attention_mask=torch.ones_like(beginning)).logits[0]
+    batch: Tensor = model(input_ids=padded, attention_mask=mask).logits
+    name = type(model).__name__
+    if not alike(logits[:half], alone):
+        raise Unsupported(
+            f"{name} predicts a token otherwise when other tokens follow it, so it sees the answers that it should "
+            "predict.",
+            cure="Give a causal language model. A config.json of a family that exists as an encoder and as a decoder "
+            'needs "is_decoder": true.',
+        )
+    if not (alike(batch[0], logits) and alike(batch[1, :half], alone)):
+        raise Unsupported(
+            f"{name} predicts the tokens of a row otherwise when padding or another row is beside it, so rows cannot "
+            "be trained on and scored in batches.",
+            cure="Give a model of another family.",
         )
 
 
