@@ -58,6 +58,8 @@ CHANGES = {
     "gemma4_text": {**_SLIDING, "head_dim": 8, "global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_expand": 2},
+    # In a text longer than this, the code of the family chooses what a token sees among later tokens as well.
+    "hy_v4": {"index_topk": 64},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
