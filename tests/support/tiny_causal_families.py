@@ -46,20 +46,25 @@ SIZES = {
 }
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _SLIDING = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+# The scores by which a small indexer chooses the tokens to see are often equal, and then the choice is arbitrary. So it
+# sees all.
+_INDEXED = {"index_topk": 64}
 _EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 # Sizes that depend on each other, or that have no default.
 CHANGES = {
+    "axk2": _INDEXED,
     "bailing_hybrid": _MIXED,
     "bamba": {"attn_layer_indices": [1, 3], "mamba_expand": 2},
     "deepseek_v2": _EXPERTS,
+    "deepseek_v32": _INDEXED,
     "dots1": _EXPERTS,
     "gemma3_text": _SLIDING,
     "gemma3n_text": {**_SLIDING, "activation_sparsity_pattern": [0.0] * 4},
     "gemma4_text": {**_SLIDING, "head_dim": 8, "global_head_dim": 8},
+    "glm_moe_dsa": _INDEXED,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2, "mamba_expand": 2},
-    # In a text longer than this, the code of the family chooses what a token sees among later tokens as well.
-    "hy_v4": {"index_topk": 64},
+    "hy_v4": _INDEXED,
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -102,6 +107,8 @@ def tiny_config(kind, changes=None):
             sizes[name] = SIZES[name]
     if {"qk_rope_head_dim", "head_dim"} <= sizes.keys():
         sizes["head_dim"] = sizes["qk_rope_head_dim"]
+    if {"kv_lora_rank", "num_key_value_heads"} <= sizes.keys():  # each head has keys of its own
+        sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
     for name in parts:
         if isinstance(part := getattr(default, name, None), transformers.PreTrainedConfig):
             sizes[name] = tiny_config(type(part)).to_dict()
