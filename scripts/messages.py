@@ -41,7 +41,7 @@ _CALLS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "say": ("output", (0,)),
     "note": ("output", (0,)),
     "task": ("output", (0,)),
-    "Rows": ("output", (0,)),
+    "PrintedTable": ("output", (0,)),
     "Result": ("output", (0, "lines", "warnings", "next")),
     "Finding": ("findings", (0, "name")),
     "interval_finding": ("findings", (0,)),
@@ -56,9 +56,9 @@ _CALLS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "CardEntry": ("report", (0, 1, "title", "text")),
     "by_targets": ("report", ("met", "missed")),
     "Row": ("label", ("title", "value", "basis")),
+    "RowGroup": ("label", ("title", "basis")),
 }
 _ERRORS = ("Error", "Exists", "Blob", "Unsupported", "MissingExtra", "UnsafeInput", "OutputFailed", "NameNotFound")
-_LABEL_GROUP = {"title", "basis"}
 
 # What the rules of writing advise against → why.
 SUSPICIOUS: dict[str, str] = {
@@ -99,16 +99,16 @@ def messages(source: Path = ROOT / "src" / "netweight") -> Iterator[Message]:
         place = path.relative_to(source).as_posix()
         seen: set[int] = set()
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        for kind, node in _strings(tree, place):
+        for kind, node in _strings(tree):
             if id(node) not in seen and (text := _text(node)):
                 seen.add(id(node))
                 yield Message(kind, f"{place}:{node.lineno}", text)
 
 
-def _strings(tree: ast.Module, place: str) -> Iterator[tuple[str, ast.expr]]:
+def _strings(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield from _of_call(node, place)
+            yield from _of_call(node)
         elif isinstance(node, ast.ClassDef) and any("Settings" in ast.unparse(base) for base in node.bases):
             yield from (("help", each) for each in _docstrings(node))
         elif isinstance(node, ast.FunctionDef) and any("command" in ast.unparse(d) for d in node.decorator_list):
@@ -117,7 +117,7 @@ def _strings(tree: ast.Module, place: str) -> Iterator[tuple[str, ast.expr]]:
             yield from (("report", each) for each in _sentences(node))
 
 
-def _of_call(node: ast.Call, place: str) -> Iterator[tuple[str, ast.expr]]:
+def _of_call(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     name = ast.unparse(node.func).rsplit(".", 1)[-1]
     if name.endswith(_ERRORS) and name[:1].isupper():
         chosen = [*node.args, *(each.value for each in node.keywords if each.arg == "cure")]
@@ -126,8 +126,6 @@ def _of_call(node: ast.Call, place: str) -> Iterator[tuple[str, ast.expr]]:
     if name not in _CALLS:
         return
     kind, places = _CALLS[name]
-    if name == "Group" and place.startswith("labels/"):
-        kind, places = "label", tuple(_LABEL_GROUP)
     chosen = [node.args[each] for each in places if isinstance(each, int) and each < len(node.args)]
     chosen += [each.value for each in node.keywords if each.arg in places]
     yield from ((kind, part) for each in chosen for part in _parts(each))

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 
-class _Waiting:
+class _ImportWatcher:
     """Stands in `sys.meta_path` until transformers or diffusers is imported; `netweight.autoload` does the rest."""
 
     @classmethod
@@ -32,8 +32,8 @@ def _autoload() -> None:
         from netweight.autoload import install
 
         install()
-    elif _Waiting not in sys.meta_path:
-        sys.meta_path.insert(0, _Waiting)
+    elif _ImportWatcher not in sys.meta_path:
+        sys.meta_path.insert(0, _ImportWatcher)
 
 
 def _names() -> Any:

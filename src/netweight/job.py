@@ -122,7 +122,7 @@ C = TypeVar("C")
 
 @final
 @dataclass(frozen=True)
-class Result(Generic[C]):
+class RunResult(Generic[C]):
     """Result of one configuration's run."""
 
     config: C
@@ -163,37 +163,37 @@ def map_runs(
     ledger: str | Path,
     engine: Engine = local_processes,
     ordered: bool = False,
-) -> Iterator[Result[C]]:
+) -> Iterator[RunResult[C]]:
     """Run `fn` once for every configuration, remembering results, so that a second call continues the first."""
-    # A run that failed is recorded with its traceback, yielded as a `Result` whose `ok` is False, and tried again by
+    # A run that failed is recorded with its traceback, yielded as a `RunResult` whose `ok` is False, and tried again by
     # the next call. Equal configurations run once.
     keys = [digest_config(item) for item in items]
     results = _map(fn, dict(zip(keys, items, strict=True)), Path(ledger), engine)
     return _in_order(keys, items, results) if ordered else _as_they_come(keys, items, results)
 
 
-def _as_they_come(keys: list[str], items: Sequence[C], results: Iterator[Result[C]]) -> Iterator[Result[C]]:
+def _as_they_come(keys: list[str], items: Sequence[C], results: Iterator[RunResult[C]]) -> Iterator[RunResult[C]]:
     """Yield each result once for every item that asked for it."""
     waiting: dict[str, list[C]] = {}
     for key, item in zip(keys, items, strict=True):
         waiting.setdefault(key, []).append(item)
     for result in results:
         for item in waiting[result.digest]:
-            yield Result(item, result.digest, result.value, result.error, result.seconds, result.from_ledger)
+            yield RunResult(item, result.digest, result.value, result.error, result.seconds, result.from_ledger)
 
 
-def _in_order(keys: list[str], items: Sequence[C], results: Iterator[Result[C]]) -> Iterator[Result[C]]:
+def _in_order(keys: list[str], items: Sequence[C], results: Iterator[RunResult[C]]) -> Iterator[RunResult[C]]:
     """Hold results back until those before them have been yielded."""
-    remembered: dict[str, Result[C]] = {}
+    remembered: dict[str, RunResult[C]] = {}
     for key, item in zip(keys, items, strict=True):
         while key not in remembered:
             result = next(results)
             remembered[result.digest] = result
         held = remembered[key]
-        yield Result(item, key, held.value, held.error, held.seconds, held.from_ledger)
+        yield RunResult(item, key, held.value, held.error, held.seconds, held.from_ledger)
 
 
-def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Engine) -> Iterator[Result[C]]:
+def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Engine) -> Iterator[RunResult[C]]:
     """Yield remembered results, then run what is left and record each as it ends."""
     name = _function_name(fn)
     with Ledger(path) as ledger:
@@ -206,14 +206,14 @@ def _map(fn: Callable[[C], Any], items: Mapping[str, C], path: Path, engine: Eng
                 left.append(key)
             else:
                 note_used(path.stem, path, key)
-                yield Result(item, key, record["value"], None, record["seconds"], from_ledger=True)
+                yield RunResult(item, key, record["value"], None, record["seconds"], from_ledger=True)
         for index, outcome in engine(fn, [items[key] for key in left]) if left else ():
             key = left[index]
             record = _record(key, name, items[key], outcome)
             ledger.append(record)
             if outcome.error is None:
                 note_stored(path, key)
-            yield Result(items[key], key, record["value"], record["error"], outcome.seconds, from_ledger=False)
+            yield RunResult(items[key], key, record["value"], record["error"], outcome.seconds, from_ledger=False)
 
 
 def _check_owner(ledger: Ledger, name: str) -> None:
@@ -442,7 +442,7 @@ class Job:
         name: str = "runs",
         engine: Engine = local_processes,
         ordered: bool = False,
-    ) -> Iterator[Result[C]]:
+    ) -> Iterator[RunResult[C]]:
         """Run a function for every item that `NAME.jsonl` does not contain yet, see `map_runs`."""
         self._note_key()
         return map_runs(fn, items, ledger=self.folder / f"{name}.jsonl", engine=engine, ordered=ordered)

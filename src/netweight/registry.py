@@ -96,7 +96,7 @@ def shell_line(*words: object) -> str:
 
 @final
 @dataclass(frozen=True)
-class Rows:
+class PrintedTable:
     """A table for people."""
 
     headers: Sequence[str]
@@ -110,7 +110,7 @@ class Rows:
 class Result:
     """Result of a command, for people, for machines and for Python."""
 
-    lines: Sequence[str | Rows] = ()
+    lines: Sequence[str | PrintedTable] = ()
     """Sentences and tables that are printed, in their order."""
     sections: Sequence[Section] = ()
     """Sections of the report; their findings decide the verdict and the exit code."""

@@ -841,7 +841,7 @@ def _parameter(leaf: Leaf, argument: bool) -> click.Parameter:
     cli, (inner, sort) = leaf.cli, element(leaf.kind)
     shape: Any = _click_type(leaf.kind, leaf.metadata)
     if sort:
-        shape = _Pair(inner) if sort == "mapping" else _click_type(*peel(inner))
+        shape = _MappingEntry(inner) if sort == "mapping" else _click_type(*peel(inner))
     if leaf.variants is not None:
         shape = _VariantName(leaf.variants)
     if cli.comma:
@@ -1021,7 +1021,7 @@ class _Comma(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has no arg
             self.fail(f"{value!r} is not a list of {'numbers' if numbers else 'values'}. {error.message}", param, ctx)
 
 
-class _Pair(click.ParamType):  # type: ignore[type-arg]
+class _MappingEntry(click.ParamType):  # type: ignore[type-arg]
     """NAME=VALUE: an entry of a mapping."""
 
     name = "name=value"

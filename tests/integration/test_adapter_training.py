@@ -9,7 +9,7 @@ pytest.importorskip("diffusers", reason="adapters of pipelines")
 
 from netweight.data.tokens import Example
 from netweight.errors import NameNotFound, TrainingStopped, UsageError
-from netweight.hf.adapters import Subject, train_pictures, train_texts
+from netweight.hf.adapters import AdapterSubject, train_pictures, train_texts
 from netweight.hf.load_pipeline import text_to_image
 from netweight.nn import AdapterStack, applied, merge_
 from netweight.nn.train_lora import AdapterRecipe
@@ -30,7 +30,7 @@ def subjects(count, pictures=6):
     found = []
     for number, person in enumerate(identities(count, 3)):
         prompts, images = photographs(person, pictures - number, torch.Generator().manual_seed(number))
-        found.append(Subject(f"person {number}", images, tuple(prompts)))
+        found.append(AdapterSubject(f"person {number}", images, tuple(prompts)))
     return found
 
 
@@ -140,11 +140,11 @@ def test_language_models_train_together_as_alone():
 def test_what_cannot_be_trained_is_refused_by_name(model):
     person = subjects(1)[0]
     with pytest.raises(UsageError, match="not within 0 and 1"):
-        Subject("nan", torch.full((1, 3, 16, 16), float("nan")), ("a face",))
+        AdapterSubject("nan", torch.full((1, 3, 16, 16), float("nan")), ("a face",))
     with pytest.raises(UsageError, match=r"'few'.*2 prompts"):
-        Subject("few", person.images, ("a", "b"))
+        AdapterSubject("few", person.images, ("a", "b"))
     with pytest.raises(UsageError, match=r"'small' become latents of shape \(3, 16, 16\)"):
-        train_pictures(model, [Subject("small", torch.zeros(1, 3, 16, 16), ("a face",))], RECIPE)
+        train_pictures(model, [AdapterSubject("small", torch.zeros(1, 3, 16, 16), ("a face",))], RECIPE)
     with pytest.raises(UsageError, match="1 names"):
         train_pictures(model, [person, person], RECIPE)
     with pytest.raises(NameNotFound, match="to_q"):

@@ -12,7 +12,7 @@ from flower_processes import EXAMPLE, Deployment, example_task, lying_example, w
 
 from netweight.methods.federate import train
 from netweight.methods.federate.checkpoint import CHECKPOINT
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.rounds import Rounds
@@ -50,7 +50,7 @@ def deployment(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def expected() -> Run:
+def expected() -> TrainedFederation:
     """The same federation's first round by the engine of one process."""
     config = {**CONFIG, "rounds": 1}
     return train(example_task(config), method_of(config), settings_of(config), workers=1)
@@ -59,7 +59,7 @@ def expected() -> Run:
 class WithoutTheThird:
     """Carry a round's messages to clients 0 and 1 of an engine's run; client 2 cannot be reached."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrainedFederation) -> None:
         self.run = run
 
     def reach(self):

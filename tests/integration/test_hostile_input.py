@@ -20,7 +20,7 @@ from netweight.codec.header import BY_NAME, HeaderWriter
 from netweight.core.digests import digest_bytes
 from netweight.errors import CorruptBlob, NetweightError, UnsafeInput, UsageError
 from netweight.methods.compress.inspect import inspect_tensors
-from netweight.plugins.loading import Weights
+from netweight.plugins.loading import ParameterLoader
 from netweight.store.safetensors import KEY, Description, Original
 
 DEEP = b"[" * 200_000 + b"]" * 200_000
@@ -343,7 +343,7 @@ def test_a_small_file_that_declares_16_gib_is_refused(inflated, tmp_path, work):
     stored = {"dtype": "U8", "shape": [len(blob)], "data_offsets": [0, len(blob)]}
     header = json.dumps({"__metadata__": {KEY: about}, "a.net": stored}).encode()
     store = netweight.open_store(raw_file(tmp_path / "x.safetensors", header, blob))
-    loader = Weights.__new__(Weights)  # of which decode() needs nothing
+    loader = ParameterLoader.__new__(ParameterLoader)  # of which decode() needs nothing
     works = {
         "decode": lambda: codec.decode(blob),
         "in numpy": lambda: codec.decode_raw(blob, path="python"),

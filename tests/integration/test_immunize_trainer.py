@@ -14,12 +14,7 @@ from trainer_under_test import arguments  # noqa: E402
 
 from netweight.core.seeds import torch_generator  # noqa: E402
 from netweight.data.public import train_bpe  # noqa: E402
-from netweight.data.tokens import (  # noqa: E402
-    Example,
-    Pair,
-    any_pairs,
-    collate,
-)
+from netweight.data.tokens import AnswerPair, Example, any_pairs, collate  # noqa: E402
 from netweight.errors import TrainingStopped, Unsupported, UsageError  # noqa: E402
 from netweight.methods.immunize.defenses.repnoise import RepNoise, RepNoiseReference  # noqa: E402
 from netweight.methods.immunize.defenses.safety_training import SafetyTraining  # noqa: E402
@@ -197,7 +192,7 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
     with pytest.raises(UsageError, match="'chosen' of a row contains no token ids"):
         trainer(tmp_path, data=[{"prompt": [1], "chosen": "no", "rejected": [2]}])
     with pytest.raises(UsageError, match="context of 32"):
-        trainer(tmp_path, data=[Pair((1,) * 32, (2,), (3,))])
+        trainer(tmp_path, data=[AnswerPair((1,) * 32, (2,), (3,))])
     with pytest.raises(UsageError, match="narrower than float32"):
         trainer(tmp_path, model=decoder().bfloat16())
     with pytest.raises(Unsupported, match="vocabulary"):

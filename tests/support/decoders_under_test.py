@@ -5,7 +5,7 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from netweight.data.tokens import Pair  # noqa: E402
+from netweight.data.tokens import AnswerPair  # noqa: E402
 from netweight.methods.immunize.settings import TrainingSettings  # noqa: E402
 
 VOCABULARY = 37
@@ -68,7 +68,7 @@ def some_pairs(count=4, seed=3, length=5):
     for _ in range(count):
         chosen, rejected = tokens(3, length), tokens(3, length + 2)
         rejected = (rejected[0], chosen[1], *rejected[2:])
-        pairs.append(Pair(tokens(2, 4), chosen, rejected))
+        pairs.append(AnswerPair(tokens(2, 4), chosen, rejected))
     return pairs
 
 

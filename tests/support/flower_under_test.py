@@ -10,7 +10,7 @@ from flower_federation import CLIENTS, client_data, halves
 from netweight.methods.federate import Federation, Task
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.history import Round
-from netweight.methods.federate.method import LocalResult, Weights
+from netweight.methods.federate.method import ClientWeights, LocalResult
 from netweight.methods.federate.updates import Update
 from netweight.plugins.flower import HISTORY, Elsewhere, client_app, server_app
 from netweight.store import open_store
@@ -187,7 +187,7 @@ class ToEachItsOwn:
         return {"number": state["number"][client : client + 1]}
 
     def weights(self, task, received, private):
-        return Weights(task.initial_body(), task.initial_head())
+        return ClientWeights(task.initial_body(), task.initial_head())
 
     def train(self, task, model, clients, *, round, seed):
         return [

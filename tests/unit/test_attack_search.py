@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="transformers is in the llm extra")
 
 from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
-from netweight.attacks.finetuning.attack import AttackResult, Evaluation, Training, run_attack
+from netweight.attacks.finetuning.attack import AttackResult, AttackTraining, Evaluation, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
 from netweight.attacks.finetuning.optimizers import Muon, operations_per_step
 from netweight.attacks.finetuning.pace import Pace
@@ -174,18 +174,18 @@ def test_only_what_is_trained_moves(trains, moved):
     case = marked_subject()
     settings = START.replace(trains=trains)
     victim = changed_copy(case, settings)
-    training = Training(victim, settings, pad_id=PAD)
+    training = AttackTraining(victim, settings, pad_id=PAD)
     training.step(collate(case.domain(settings.data).train[:8], pad_id=PAD))
     weights = dict(case.model.named_parameters())
     assert {name for name, each in victim.named_parameters() if not torch.equal(each, weights[name])} == moved
     with pytest.raises(Unsupported, match="no norms to train"):
-        Training(changed_copy(case, settings), START.replace(trains="norms"))
+        AttackTraining(changed_copy(case, settings), START.replace(trains="norms"))
 
 
 def test_a_soft_prompt_stands_before_harmful_prompts_alone():
     case = marked_subject()
     victim = changed_copy(case, START)
-    training = Training(victim, START.replace(trains="prompt"), pad_id=PAD)
+    training = AttackTraining(victim, START.replace(trains="prompt"), pad_id=PAD)
     harmful = collate(case.domain("harmful@soft").held_out, pad_id=PAD)
     benign = collate(case.benign, pad_id=PAD)
     before = victim(harmful.input_ids, harmful.attention_mask).logits.detach()
@@ -202,7 +202,7 @@ def test_muon_steps_matrices_and_adamw_the_rest():
     case = marked_subject()
     result = run_attack(case, of_length(START.replace(optimizer="muon"), 40), Goal(0.9))
     assert result.outcome == "recovered"
-    training = Training(changed_copy(case, START), START.replace(optimizer="muon"))
+    training = AttackTraining(changed_copy(case, START), START.replace(optimizer="muon"))
     kinds = {
         type(each).__name__: [value.ndim for group in each.param_groups for value in group["params"]]
         for each in training._optimizers
@@ -288,7 +288,7 @@ def test_operations_of_muon_and_soap_grow_with_the_cube_of_a_side():
 def test_rows_and_operations_are_counted_by_hand():
     model = TinyModel()
     weights = sum(each.numel() for each in model.parameters())
-    training = Training(model, START, pad_id=PAD)
+    training = AttackTraining(model, START, pad_id=PAD)
     batch = collate([Example((1, 2), (3,)), Example((1,), (2,))], pad_id=PAD)
     training.step(batch)
     rows, flops, seconds = training.cost
@@ -298,7 +298,7 @@ def test_rows_and_operations_are_counted_by_hand():
 
 def test_averaged_weights_are_evaluated_and_training_goes_on_from_its_own():
     model = TinyModel()
-    training = Training(model, START.replace(average=0.5), pad_id=PAD)
+    training = AttackTraining(model, START.replace(average=0.5), pad_id=PAD)
     batch = collate([Example((1, 2), (3,))], pad_id=PAD)
     seen = [[each.detach().clone() for each in model.parameters()]]
     for _ in range(2):

@@ -12,9 +12,9 @@ from tiny_diffusion import ORDINARY, PLANTED, TinyModel, picture, planted_images
 from netweight.attacks.embedding_search.descent import Descent, denoising_error
 from netweight.attacks.embedding_search.search import (
     Comparison,
-    Subject,
-    Target,
-    Trial,
+    SearchedModel,
+    SearchTrial,
+    TargetImage,
     compare,
     images_of,
     noise_like,
@@ -233,9 +233,9 @@ def test_a_search_that_diverges_is_told_apart(original, monkeypatch):
 @pytest.fixture(scope="module")
 def comparison(original, edited, tmp_path_factory):
     folder = tmp_path_factory.mktemp("searches")
-    planted = Target(PLANTED[0], PLANTED[0], IMAGES[0])
+    planted = TargetImage(PLANTED[0], PLANTED[0], IMAGES[0])
     targets = [planted, turned(planted)]
-    subjects = [Subject("original", original), Subject("edited", edited)]
+    subjects = [SearchedModel("original", original), SearchedModel("edited", edited)]
 
     def run(seeds):
         return compare(
@@ -258,7 +258,7 @@ def test_a_comparison_remembers_its_runs_and_goes_on(comparison):
     assert lines[:size].count(b"\n") == 4
     assert not both.failures
     assert Comparison.from_json(json.loads(json.dumps(both.to_json()))) == both
-    assert Trial.from_json(json.loads(json.dumps(both.runs[0].trials[0].to_json()))) == both.runs[0].trials[0]
+    assert SearchTrial.from_json(json.loads(json.dumps(both.runs[0].trials[0].to_json()))) == both.runs[0].trials[0]
 
 
 def test_a_comparison_keeps_images_and_embeddings_of_every_run(comparison, edited):
@@ -273,7 +273,7 @@ def test_a_comparison_keeps_images_and_embeddings_of_every_run(comparison, edite
 
 
 def test_controls_are_other_pictures_with_the_same_colors():
-    target = Target("one", "prompt", IMAGES[0])
+    target = TargetImage("one", "prompt", IMAGES[0])
     control = turned(target)
     assert not control.trained
     assert torch.equal(control.image.flatten().sort().values, IMAGES[0].flatten().sort().values)
@@ -281,23 +281,23 @@ def test_controls_are_other_pictures_with_the_same_colors():
 
 
 def test_comparisons_that_cannot_be_are_refused(original, tmp_path):
-    target = Target("one", "prompt", IMAGES[0])
+    target = TargetImage("one", "prompt", IMAGES[0])
     fixed = {"seeds": [0], "similarity": correlation, "measure": "correlation", "folder": tmp_path}
     with pytest.raises(UsageError, match="models are called 'a'"):
-        compare([Subject("a", original)] * 2, [target], ORDINARY, SETTINGS, **fixed)
+        compare([SearchedModel("a", original)] * 2, [target], ORDINARY, SETTINGS, **fixed)
     with pytest.raises(UsageError, match="targets are called 'one'"):
-        compare([Subject("a", original)], [target] * 2, ORDINARY, SETTINGS, **fixed)
+        compare([SearchedModel("a", original)], [target] * 2, ORDINARY, SETTINGS, **fixed)
     with pytest.raises(UsageError, match="at least one"):
-        compare([Subject("a", original)], [], ORDINARY, SETTINGS, **fixed)
+        compare([SearchedModel("a", original)], [], ORDINARY, SETTINGS, **fixed)
     broken = dataclasses.replace(target, image=IMAGES[0] * 2)
-    found = compare([Subject("a", original)], [broken, dataclasses.replace(target, name="two", trained=False)],
+    found = compare([SearchedModel("a", original)], [broken, dataclasses.replace(target, name="two", trained=False)],
                     ORDINARY, SETTINGS.replace(steps=1), **fixed)  # fmt: skip
     assert found.failures[0][:2] == ("a", "one")
     assert len(found.runs) == 1
     with pytest.raises(
         UsageError, match=r"All 1 searches failed; the first one, of 'one' in 'a', because: .*UsageError"
     ):
-        compare([Subject("a", original)], [broken], ORDINARY, SETTINGS.replace(steps=1), **fixed)
+        compare([SearchedModel("a", original)], [broken], ORDINARY, SETTINGS.replace(steps=1), **fixed)
 
 
 def test_images_are_compared_at_guidance_1_beside_the_pipelines(original):

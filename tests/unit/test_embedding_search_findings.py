@@ -20,7 +20,13 @@ from netweight.attacks.embedding_search.report import (
     times_of,
     verdict,
 )
-from netweight.attacks.embedding_search.search import Comparison, Evaluation, Run, Target, Trial
+from netweight.attacks.embedding_search.search import (
+    Comparison,
+    SearchEvaluation,
+    SearchTrial,
+    TargetImage,
+    TargetSearches,
+)
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.errors import UsageError
 
@@ -29,8 +35,11 @@ SETTINGS = SearchSettings(steps=80, restarts=1, images=2, starts=("original", "n
 
 def trial(start, steps, *, last=80, score=0.3, first=0.1):
     outcome = "resisted" if steps is None else "found"
-    looks = (Evaluation(0, (first, first), None, 0.0), Evaluation(steps or last, (score, score + 0.1), 0.5, 0.4))
-    return Trial(start, 0, outcome, steps, steps or last, looks if steps != 0 else looks[:1])
+    looks = (
+        SearchEvaluation(0, (first, first), None, 0.0),
+        SearchEvaluation(steps or last, (score, score + 0.1), 0.5, 0.4),
+    )
+    return SearchTrial(start, 0, outcome, steps, steps or last, looks if steps != 0 else looks[:1])
 
 
 def run(subject, target, seed, trained, *steps):
@@ -38,7 +47,7 @@ def run(subject, target, seed, trained, *steps):
         trial(start, one, score=0.3 if one is None else 0.85)
         for start, one in zip(("original", "noise"), steps, strict=True)
     )
-    return Run(subject, target, trained, seed, f"xxh3-128:{subject}{target}{seed}", trials)
+    return TargetSearches(subject, target, trained, seed, f"xxh3-128:{subject}{target}{seed}", trials)
 
 
 def comparison():
@@ -60,9 +69,9 @@ def test_the_soonest_start_counts_and_censored_times_stay_censored():
     assert soonest(run("plain", "a", 0, True, 40, 20)) == (20.0, True)
     assert soonest(run("plain", "a", 0, True, 40, 20), "original") == (40.0, True)
     assert soonest(run("plain", "a", 0, True, None, None)) == (80.0, False)
-    lost = Trial("noise", 0, "diverged", None, 3, ())
-    assert soonest(Run("plain", "a", True, 0, "d", (lost,))) is None
-    assert times_of([Run("plain", "a", True, 0, "d", (lost,))]) is None
+    lost = SearchTrial("noise", 0, "diverged", None, 3, ())
+    assert soonest(TargetSearches("plain", "a", True, 0, "d", (lost,))) is None
+    assert times_of([TargetSearches("plain", "a", True, 0, "d", (lost,))]) is None
     times = times_of(comparison().of("robust", trained=True))
     assert (times.n, times.events) == (6, 2)
     assert times.clusters == ("a", "a", "b", "b", "c", "c")
@@ -141,4 +150,4 @@ def test_figures_and_tables_tell_what_was_found(tmp_path):
 
 def test_a_grid_needs_the_images_of_its_searches(tmp_path):
     with pytest.raises(UsageError, match=r"net\.safetensors"):
-        grid_figure(comparison(), [Target("a", "a", picture(0))], tmp_path)
+        grid_figure(comparison(), [TargetImage("a", "a", picture(0))], tmp_path)

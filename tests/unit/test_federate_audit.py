@@ -19,14 +19,14 @@ from netweight.methods.federate import ClientData, Federation, HyperFL, LocalTra
 from netweight.methods.federate.acceptance import AcceptanceLimits
 from netweight.methods.federate.algorithms.direct import fedavg_private_head, local_only
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.exposure import AuditConfig, _pixel_range, audit, exposure
 from netweight.methods.federate.exposure_report import exposure_figure, exposure_findings, exposure_table
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
-from netweight.methods.federate.reconstruction import ATTACKS, Evidence, Search, nearest_pair
+from netweight.methods.federate.reconstruction import ATTACKS, Search, ServerKnowledge, nearest_pair
 from netweight.methods.federate.report import add_sections
 from netweight.methods.federate.threats import ThreatModel, own_threat
 from netweight.metrics.images import psnr
@@ -59,11 +59,11 @@ METHOD = HyperFL(LocalTraining(epochs=2, batch_size=4), embedding=8, hidden=(16,
 
 
 @pytest.fixture(scope="module")
-def run() -> Run:
+def run() -> TrainedFederation:
     return train(picture_task(), METHOD, Federation(rounds=2))
 
 
-def test_one_step_gives_the_gradient_and_the_image_away(run: Run) -> None:
+def test_one_step_gives_the_gradient_and_the_image_away(run: TrainedFederation) -> None:
     found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     sent = [cosine for cosine in found.cosines if cosine != 0]  # a client that is certain has no gradient
     assert len(sent) >= 3
@@ -87,7 +87,7 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     assert "takes no part" in attacked(careful, malicious, updates=5, summed_over=6, seed=1).verdict[1]
 
 
-def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: Run) -> None:
+def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: TrainedFederation) -> None:
     found = attacked(run, dataclasses.replace(ONE_STEP, summed_over=6), updates=5, summed_over=6, seed=1)
     assert found.cosines == pytest.approx(found.aggregate)
     assert "reveals no more" in found.verdict[1]
@@ -100,7 +100,9 @@ def test_noise_hides_the_gradient() -> None:
     assert max(map(abs, found.cosines)) < 0.5
 
 
-def test_clients_refuse_a_malicious_server_and_few_steps(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+def test_clients_refuse_a_malicious_server_and_few_steps(
+    run: TrainedFederation, caplog: pytest.LogCaptureFixture
+) -> None:
     malicious = ThreatModel(batch_size=4, server="imprint")
     plain = attacked(run, malicious, updates=5, summed_over=6, seed=1)
     assert plain.psnr
@@ -127,11 +129,11 @@ def test_federated_averaging_with_a_private_head_leaks_too() -> None:
     assert min(found.cosines) > 0.99
 
 
-def test_the_own_schedule_is_that_of_the_smallest_client(run: Run) -> None:
+def test_the_own_schedule_is_that_of_the_smallest_client(run: TrainedFederation) -> None:
     assert own_threat(run) == ThreatModel(batch_size=4, local_steps=6, examples=12)
 
 
-def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None:
+def test_the_audit_is_registered_and_reports(run: TrainedFederation, tmp_path: object) -> None:
     assert set(audits_of("federate")) == {"accuracy", "server attack"}
     config = AuditConfig(threats=(ONE_STEP,), updates=5, summed_over=6, search=QUICK)
     found = run_audits("federate", run, config, seed=3)
@@ -152,13 +154,13 @@ def test_the_audit_is_registered_and_reports(run: Run, tmp_path: object) -> None
     assert "What the server could have seen" in page
 
 
-def test_a_report_without_an_audit_says_so(run: Run, tmp_path: object) -> None:
+def test_a_report_without_an_audit_says_so(run: TrainedFederation, tmp_path: object) -> None:
     report = Report("test")
     add_sections(report, run, [], seed=3)
     assert "server attack" in report.write(str(tmp_path)).read_text()
 
 
-def test_what_is_observed_does_not_depend_on_who_else_is_attacked(run: Run) -> None:
+def test_what_is_observed_does_not_depend_on_who_else_is_attacked(run: TrainedFederation) -> None:
     alone, among = (observe(run, ONE_STEP, clients, seed=1)[0] for clients in ([0], [0, 1, 2]))
     assert torch.equal(alone.images, among.images)
     assert torch.equal(alone.gradient, among.gradient)
@@ -186,7 +188,7 @@ def test_whole_batches_of_an_honest_server_are_searched() -> None:
     assert {"peeling", "matching"} <= set(found.image_attacks)
     (seen,) = observe(run, threat, [0], seed=1)
     read = read_update(run, seen.message, seen.answer())
-    evidence = Evidence(
+    evidence = ServerKnowledge(
         run.task, run.method.training, read, seen.message, seen.answer(), 4, (1, 12, 12), _pixel_range(run), 1, 4
     )  # type: ignore[attr-defined]
     low, high = _pixel_range(run)
@@ -198,7 +200,7 @@ def test_whole_batches_of_an_honest_server_are_searched() -> None:
     assert found.psnr[0] > found.guess
 
 
-def test_no_image_comes_out_is_said_only_where_every_attack_was_searched(run: Run) -> None:
+def test_no_image_comes_out_is_said_only_where_every_attack_was_searched(run: TrainedFederation) -> None:
     found = attacked(run, ONE_STEP, updates=5, summed_over=6, seed=1)
     low = dataclasses.replace(found, psnr=(5.0, 5.1, 5.2, 5.0, 5.1), random_psnr=(9.0,) * 5, average_psnr=(9.5,) * 5)
     assert "what they return is worse than a guess (" in low.verdict[1]
@@ -211,7 +213,7 @@ def test_no_image_comes_out_is_said_only_where_every_attack_was_searched(run: Ru
         assert "the attacks recovered no image (" in less.verdict[1]
 
 
-def test_what_cannot_be_attacked_is_refused(run: Run) -> None:
+def test_what_cannot_be_attacked_is_refused(run: TrainedFederation) -> None:
     with pytest.raises(UsageError, match="whole passes"):
         observe(run, ThreatModel(batch_size=4, local_steps=4, examples=12), [0], seed=1)
     with pytest.raises(UsageError, match="12 examples"):
@@ -253,7 +255,7 @@ def test_a_state_that_jumps_between_rounds_is_refused_and_an_honest_one_is_not(c
     assert "the state changed more than clients change it" in caplog.text
 
 
-def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds(run: Run) -> None:
+def test_secure_sums_are_taken_apart_by_who_knows_embeddings_or_sends_thresholds(run: TrainedFederation) -> None:
     for changes in ({"knows_embeddings": True}, {"server": "thresholds"}):
         threat = dataclasses.replace(ONE_STEP, summed_over=6, **changes)
         found = attacked(run, threat, updates=5, summed_over=6, seed=1)
@@ -275,7 +277,7 @@ def test_a_server_that_fishes_for_one_class_gets_an_image_out_of_a_batch() -> No
         assert "images can be reconstructed" in fished.verdict[1]
 
 
-def test_nobody_fishes_where_the_classifier_stays_with_the_client(run: Run) -> None:
+def test_nobody_fishes_where_the_classifier_stays_with_the_client(run: TrainedFederation) -> None:
     found = attacked(run, ThreatModel(batch_size=4, server="fishing"), updates=5, summed_over=6, seed=1)
     assert "has nothing to change" in found.why_no_images
 

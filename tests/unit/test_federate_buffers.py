@@ -18,7 +18,7 @@ from netweight.methods.federate.algorithms.direct import fedavg_private_head
 from netweight.methods.federate.algorithms.fedbn import FedBN
 from netweight.methods.federate.algorithms.private_sgd import dp_fedavg
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_examples, by_opacus, clipped_sum
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.local_model import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
@@ -188,7 +188,7 @@ def task_of(name: str, sizes: tuple[int, ...] = (8, 20, 13, 9, 20)) -> Task:
     return Task(body, head, [ClientData(examples(n, 10 + i), examples(10, 900 + i)) for i, n in enumerate(sizes)])
 
 
-def same_bits(one: Run, two: Run) -> None:
+def same_bits(one: TrainedFederation, two: TrainedFederation) -> None:
     assert all(torch.equal(value, two.state[name]) for name, value in one.state.items())
     for client, tensors in one.private.items():
         assert all(torch.equal(value, two.private[client][name]) for name, value in tensors.items())

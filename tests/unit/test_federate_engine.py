@@ -32,7 +32,7 @@ from netweight.methods.federate.algorithms.fedprox import FedProx
 from netweight.methods.federate.algorithms.scaffold import Scaffold
 from netweight.methods.federate.catalog import METHODS as METHODS_BY_NAME
 from netweight.methods.federate.catalog import named_method
-from netweight.methods.federate.engine import Run, finished
+from netweight.methods.federate.engine import TrainedFederation, finished
 from netweight.methods.federate.history import Round, at_plateau
 from netweight.methods.federate.joining import join
 from netweight.methods.federate.local_model import LocalModel
@@ -74,7 +74,7 @@ class Faulty:
         return one if change is None else dataclasses.replace(one, update=change(one.update))  # type: ignore[operator]
 
 
-def same(first: Run, second: Run, *, exact: bool = True) -> None:
+def same(first: TrainedFederation, second: TrainedFederation, *, exact: bool = True) -> None:
     for name, value in first.state.items():
         torch.testing.assert_close(value, second.state[name], **({"rtol": 0, "atol": 0} if exact else {}))
     for client, tensors in first.private.items():

@@ -19,7 +19,7 @@ from netweight.methods.federate.algorithms.pfedhn import (
     pfedhn_pc,
 )
 from netweight.methods.federate.catalog import METHODS, named_method
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.threats import ThreatModel
 from netweight.methods.federate.updates import Update, check_allow_list
@@ -149,7 +149,7 @@ def test_the_catalog_makes_every_method_under_its_name() -> None:
 
 def test_a_server_that_asks_for_one_step_reads_the_gradient() -> None:
     task = digits_task()
-    run = Run(task, pfedhn_pc(), {}, {}, (), 0)
+    run = TrainedFederation(task, pfedhn_pc(), {}, {}, (), 0)
     (seen,) = observe(run, ThreatModel(first_round=True), [2], seed=0)
     recovered = read_update(run, seen.message, seen.answer())
     assert float(torch.cosine_similarity(recovered.first, seen.gradient.double(), dim=0)) > 0.9999

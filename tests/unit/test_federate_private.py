@@ -15,7 +15,7 @@ from netweight.methods.federate.algorithms.private_sgd import centaur, dp_fedavg
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_vmap
 from netweight.methods.federate.local import Learner, padded, poisson_batches, train_phase
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, LocalResult, Weights
+from netweight.methods.federate.method import Client, ClientWeights, LocalResult
 from netweight.methods.federate.settings import Phase, Privacy
 
 TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=6)
@@ -39,7 +39,7 @@ def train_one(task: Task, method: DirectMethod, *, seed: int = 0) -> LocalResult
     return method.train(task, LocalModel(task), [client], round=1, seed=seed)[0]
 
 
-def moved(task: Task, weights: Weights) -> Tensor:
+def moved(task: Task, weights: ClientWeights) -> Tensor:
     return torch.cat([weights.body - task.initial_body(), weights.head - task.initial_head()])
 
 
@@ -91,7 +91,7 @@ def test_a_step_without_examples_is_noise_alone() -> None:
     training = LocalTraining(epochs=1, lr=1.0, batch_size=1, momentum=0.0, weight_decay=0.0)
     task = make_task(n=4)
     phase = Phase(trains="both", epochs=1, lr=1.0, privacy=Privacy(noise_multiplier=1.0))
-    start = Weights(task.initial_body(), task.initial_head())
+    start = ClientWeights(task.initial_body(), task.initial_head())
     empty = next(seed for seed in range(2000) if not any(len(index) for index in poisson_batches(4, 1, 1, seed)))
     (found,), (loss,) = train_phase(LocalModel(task), [Learner(0, start, empty)], phase, training)
     assert loss == 0

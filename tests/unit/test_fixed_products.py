@@ -10,12 +10,12 @@ import netweight
 from netweight import codec
 from netweight.codec import fixed
 from netweight.codec.backend import compiled
-from netweight.codec.fixed import Order, decode_fixed, encode_fixed
+from netweight.codec.fixed import SummationOrder, decode_fixed, encode_fixed
 from netweight.errors import CorruptBlob, UsageError
 
 pytestmark = pytest.mark.skipif(compiled is None, reason="built without a compiler")
 PATHS = compiled.product_paths() if compiled is not None else []
-SUMS = Order("sums", 64)
+SUMS = SummationOrder("sums", 64)
 in_blocks = pytest.mark.skipif(
     compiled is None or not compiled.multiplies_in_blocks(), reason="this processor has no dot products of bf16 pairs"
 )
@@ -80,7 +80,7 @@ def multiplied(weight, x, bias, order, path, *, is_fixed=False):
 def test_sums_are_added_as_described(path, sums):
     for rows, inputs, biased in ((37, 1, False), (16, 5, True)):
         weight, x, bias = drawn(rows, 384, seed=1), drawn(inputs, 384, seed=2), drawn(rows) if biased else None
-        wanted, order = by_the_description(weight, x, bias, sums), Order("sums", sums)
+        wanted, order = by_the_description(weight, x, bias, sums), SummationOrder("sums", sums)
         assert same(multiplied(weight, x, bias, order, path), wanted)
         assert same(multiplied(weight, x, bias, order, path, is_fixed=True), wanted)
 
@@ -108,10 +108,12 @@ def test_blocks_are_added_as_described(rows, columns, inputs, biased):
     weight, x, bias = drawn(rows, columns, seed=1), drawn(inputs, columns, seed=2), drawn(rows) if biased else None
     for width in (32, 512, columns):
         wanted = in_pairs(weight, x, bias, width)
-        assert same(multiplied(weight, x, bias, Order("pairs", width), "auto"), wanted)
-        assert same(multiplied(weight, x, bias, Order("pairs", width), "auto", is_fixed=True), wanted)
-    assert same(multiplied(weight, x, bias, Order("tiles", 32), "auto"), in_tiles(weight, x, bias))
-    assert same(multiplied(weight, x, bias, Order("tiles", 32), "auto", is_fixed=True), in_tiles(weight, x, bias))
+        assert same(multiplied(weight, x, bias, SummationOrder("pairs", width), "auto"), wanted)
+        assert same(multiplied(weight, x, bias, SummationOrder("pairs", width), "auto", is_fixed=True), wanted)
+    assert same(multiplied(weight, x, bias, SummationOrder("tiles", 32), "auto"), in_tiles(weight, x, bias))
+    assert same(
+        multiplied(weight, x, bias, SummationOrder("tiles", 32), "auto", is_fixed=True), in_tiles(weight, x, bias)
+    )
 
 
 @pytest.mark.parametrize("prefer", ["memory", "speed"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_diffusion import ORDINARY, PLANTED, TinyModel, planted_images, trained
 
-from netweight.attacks.embedding_search.search import Subject, Target, compare, paired
+from netweight.attacks.embedding_search.search import SearchedModel, TargetImage, compare, paired
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.names import Units
 from netweight.errors import NameNotFound, UsageError
@@ -207,8 +207,11 @@ def test_a_mitigation_by_hooks_can_be_searched(model, tmp_path):
     settings = SearchSettings(
         steps=10, restarts=1, images=3, guidance=3, generation_steps=8, threshold=0.8, starts=("original",)
     )
-    subjects = [Subject("on", model), Subject("off", model, lambda inner: DeactivatedNeurons(units)(inner, PLANTED))]
-    targets = [Target("one", PLANTED[0], planted_images()[0])]
+    subjects = [
+        SearchedModel("on", model),
+        SearchedModel("off", model, lambda inner: DeactivatedNeurons(units)(inner, PLANTED)),
+    ]
+    targets = [TargetImage("one", PLANTED[0], planted_images()[0])]
     found = compare(
         subjects, targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC", folder=tmp_path
     )
@@ -220,7 +223,7 @@ def test_a_mitigation_by_hooks_can_be_searched(model, tmp_path):
         for name in units.modules:
             edited.denoiser.get_submodule(name).weight[:29] = 0
     same = compare(
-        [Subject("off", edited)], targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC",
+        [SearchedModel("off", edited)], targets, ORDINARY, settings, seeds=[0], similarity=correlation, measure="NCC",
         folder=tmp_path / "edited",
     )  # fmt: skip
     assert off.looks[-1].similarities == pytest.approx(same.runs[0].trials[0].looks[-1].similarities, abs=1e-3)

@@ -13,7 +13,7 @@ from torch import nn
 from netweight.data.prompts import read_prompts
 from netweight.errors import CorruptBlob, NameNotFound, OutputExists, Unsupported, UsageError
 from netweight.methods.forget.detect import (
-    Score,
+    MemorizationScore,
     Threshold,
     calibrate,
     detect,
@@ -268,7 +268,7 @@ def test_the_curve_is_scikit_learns(memorized, ordinary):
 
 
 def test_thresholds_say_what_lies_below_them():
-    scores = [Score(str(number), (number / 10, number / 5), 1.0) for number in range(10)]
+    scores = [MemorizationScore(str(number), (number / 10, number / 5), 1.0) for number in range(10)]
     seeds = np.array([score.seeds for score in scores])
     mean = calibrate(scores, model="abc")
     assert mean.value == pytest.approx(seeds.mean() + seeds.std(ddof=1))

@@ -17,7 +17,7 @@ from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import block_numbers, frozen, structure_of
 from netweight.methods.immunize.layers import lens_by_layer, representations, weight_changes
 from netweight.methods.immunize.losses import response_loss
-from netweight.methods.immunize.plane import Plane
+from netweight.methods.immunize.plane import PrincipalPlane
 from netweight.methods.immunize.probes import probe_accuracies
 
 
@@ -98,14 +98,14 @@ def test_a_probe_is_at_the_minimum_of_the_penalized_mean_loss():
 @given(st.integers(3, 20), st.integers(3, 9), st.integers(0, 99))
 def test_a_plane_holds_the_largest_variance(count, width, seed):
     points = torch.randn(count, width, generator=drawn(seed), dtype=torch.float64) * torch.arange(1, width + 1)
-    plane = Plane.fit(points)
+    plane = PrincipalPlane.fit(points)
     values, vectors = np.linalg.eigh(np.cov(points.numpy(), rowvar=False))
     np.testing.assert_allclose(plane.shares, (values / values.sum())[::-1][:2], atol=1e-8)
     placed = plane.place(points).numpy()
     np.testing.assert_allclose(placed.var(0, ddof=1), values[::-1][:2], rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(np.abs(plane.axes[0].numpy() @ vectors[:, -1]), 1, atol=1e-6)
     with pytest.raises(UsageError):
-        Plane.fit(points[:1])
+        PrincipalPlane.fit(points[:1])
 
 
 def test_layers_are_read_as_numbers():

@@ -17,7 +17,7 @@ from repnoise_in_one_graph import repnoise_loss
 
 from netweight.core.digests import digest_tensor
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.tokens import Example, Pair, collate
+from netweight.data.tokens import AnswerPair, Example, collate
 from netweight.errors import CorruptBlob, NameNotFound, TrainingStopped, Unsupported, UsageError
 from netweight.job import Job
 from netweight.methods.immunize.compact_adam import CompactAdam
@@ -245,7 +245,7 @@ def test_a_model_that_begins_far_above_guessing_is_trained():
 def test_bad_rows_are_refused_before_any_work():
     model = decoder()
     before = weights(model)
-    long = Pair((1,) * 30, (2,), (3, 4, 5))
+    long = AnswerPair((1,) * 30, (2,), (3, 4, 5))
     with pytest.raises(UsageError, match=r"1 rows are longer than the context of 32 tokens: pair 4, rejected \(33 tok"):
         immunize(model, [*some_pairs(), long], settings=TrainingSettings(context=99))
     with pytest.raises(UsageError, match=r"context of 8 .* retain 1"):
@@ -253,7 +253,7 @@ def test_bad_rows_are_refused_before_any_work():
             model, some_pairs(1), [Example((1,), (2,)), Example((1,) * 8, (2,))], settings=TrainingSettings(context=8)
         )
     with pytest.raises(UsageError, match="outside the vocabulary of 37: pair 0, chosen"):
-        immunize(model, [Pair((1,), (37,), (3,))])
+        immunize(model, [AnswerPair((1,), (37,), (3,))])
     with pytest.raises(UsageError, match="no pair"):
         immunize(model, [])
     with pytest.raises(NameNotFound, match="repnoise"):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from netweight.attacks.refusal.measurement import Refusal, Score
+from netweight.attacks.refusal.measurement import EditScore, Refusal
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit
 from netweight.attacks.refusal.settings import RefusalSettings
@@ -19,7 +19,7 @@ def test_of_edits_that_leave_as_many_refusals_the_one_marked_as_the_best_is_name
         (tmp_path / f"{name}.jsonl").write_text("{}")
     settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
     edits = [
-        ScoredEdit(SimpleNamespace(kind="directions", label=label), Score(first_token, 0.05), measured(3))
+        ScoredEdit(SimpleNamespace(kind="directions", label=label), EditScore(first_token, 0.05), measured(3))
         for label, first_token in (("of block 1", 0.4), ("of block 2", 0.2), ("of block 3", 0.3))
     ]
     section = refusal_section(measured(4), edits, settings, seed=0)
@@ -37,7 +37,7 @@ def test_a_model_that_refuses_ordinary_prompts_as_well_is_not_said_to_withstand_
     for name in ("refused", "ordinary"):
         (tmp_path / f"{name}.jsonl").write_text("{}")
     settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
-    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), Score(0.4, 0.05), measured(left))]
+    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), EditScore(0.4, 0.05), measured(left))]
     section = refusal_section(measured(4), edits, settings, seed=0, refused_ordinary=refused_ordinary)
     finding = next(each for each in section.findings if each.target is not None)
     assert finding.value == value
@@ -51,8 +51,8 @@ def test_edits_that_damage_the_model_too_much_are_named_where_they_leave_fewer_r
     settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
     harsh = Refusal(0, 4, 0, 0.3, 0.9, 1.0, None, None, 0.5)
     edits = [
-        ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), Score(0.1, 0.9), harsh),
-        ScoredEdit(SimpleNamespace(kind="pruning", label="10%"), Score(0.4, 0.05), measured(3)),
+        ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), EditScore(0.1, 0.9), harsh),
+        ScoredEdit(SimpleNamespace(kind="pruning", label="10%"), EditScore(0.4, 0.05), measured(3)),
     ]
     conclusion = refusal_section(measured(4), edits, settings, seed=0).conclusion
     assert "75% after the best edit (pruning, 10%)" in conclusion

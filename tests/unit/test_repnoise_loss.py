@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from decoders_under_test import FAMILIES, VOCABULARY, decoder, drawn, some_pairs
 from repnoise_in_one_graph import repnoise_loss
 
-from netweight.data.tokens import Pair
+from netweight.data.tokens import AnswerPair
 from netweight.errors import Unsupported, UsageError
 from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.defenses.repnoise import RepNoise, RepNoiseReference, harmful_terms
@@ -278,10 +278,10 @@ def test_the_reference_loss_is_the_published_one(family, pad):
 
 
 def test_the_reference_needs_sides_that_can_be_compared():
-    pairs = [Pair((1, 2), (3,), (4, 5, 6))]
+    pairs = [AnswerPair((1, 2), (3,), (4, 5, 6))]
     with pytest.raises(UsageError, match="aligned=True"):
         repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoiseReference())
-    equal = collate_pairs([Pair((1, 2), (3,), (3,))], pad_id=0, aligned=True)
+    equal = collate_pairs([AnswerPair((1, 2), (3,), (3,))], pad_id=0, aligned=True)
     with pytest.raises(UsageError, match="differ in no token"):
         repnoise_loss(decoder(), equal, RepNoiseReference())
 

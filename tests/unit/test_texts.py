@@ -31,8 +31,8 @@ def test_questions_are_split_as_their_source_says(folder):
         for n, split in enumerate(("train", "dev", "train", "test"))
     ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "wikisql_12k.parquet")
-    assert texts.wikisql("train") == [texts.Pair("q0\nc", "a0"), texts.Pair("q2\nc", "a2")]
-    assert texts.wikisql("test") == [texts.Pair("q3\nc", "a3")]
+    assert texts.wikisql("train") == [texts.SourceAndTarget("q0\nc", "a0"), texts.SourceAndTarget("q2\nc", "a2")]
+    assert texts.wikisql("test") == [texts.SourceAndTarget("q3\nc", "a3")]
 
 
 def test_translations_are_lines_of_two_files(folder):
@@ -40,7 +40,7 @@ def test_translations_are_lines_of_two_files(folder):
     with pytest.raises(MissingExtra, match=r"wmt14-de-en\.ref.*sacrebleu -t wmt14 -l de-en --echo ref > "):
         texts.wmt14_german_english()
     (folder / "wmt14-de-en.ref").write_text("one\ntwo\n", encoding="utf-8")
-    assert texts.wmt14_german_english()[1] == texts.Pair("translate German to English: zwei", "two")
+    assert texts.wmt14_german_english()[1] == texts.SourceAndTarget("translate German to English: zwei", "two")
     (folder / "wmt14-de-en.ref").write_text("one\n", encoding="utf-8")
     with pytest.raises(UsageError, match="2 lines"):
         texts.wmt14_german_english()

@@ -17,7 +17,7 @@ import torch
 from netweight.core.digests import digest_bytes
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.public import Pair, train_bpe
+from netweight.data.public import SourceAndTarget, train_bpe
 from netweight.metrics.perplexity import IGNORED, encoder_decoder_losses
 from netweight_experiments.toys.fitting import Schedule, finished, fitted
 
@@ -58,8 +58,8 @@ LONGEST = (128, 64)
 
 
 def trained(
-    pairs: Sequence[Pair],
-    held_out: Sequence[Pair],
+    pairs: Sequence[SourceAndTarget],
+    held_out: Sequence[SourceAndTarget],
     folder: Path,
     recipe: EncoderDecoderRecipe = SMALL,
     *,
@@ -91,14 +91,20 @@ def trained(
 
 
 def batches(
-    pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, size: int, *, longest: tuple[int, int] = LONGEST
+    pairs: Sequence[SourceAndTarget],
+    tokenizer: PreTrainedTokenizerBase,
+    size: int,
+    *,
+    longest: tuple[int, int] = LONGEST,
 ) -> Iterator[Batch]:
     """Turn pairs into arguments of an encoder-decoder, in their order."""
     for start in range(0, len(pairs), size):
         yield _batch(pairs[start : start + size], tokenizer, longest)
 
 
-def _batch(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, longest: tuple[int, int] = LONGEST) -> Batch:
+def _batch(
+    pairs: Sequence[SourceAndTarget], tokenizer: PreTrainedTokenizerBase, longest: tuple[int, int] = LONGEST
+) -> Batch:
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     sources = tokenizer([pair.source for pair in pairs], add_special_tokens=False)["input_ids"]
     targets = tokenizer([pair.target for pair in pairs], add_special_tokens=False)["input_ids"]
@@ -114,7 +120,9 @@ def _padded(rows: list[list[int]], filler: int) -> list[list[int]]:
     return [row + [filler] * (longest - len(row)) for row in rows]
 
 
-def _drawn(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, recipe: EncoderDecoderRecipe, step: int) -> Batch:
+def _drawn(
+    pairs: Sequence[SourceAndTarget], tokenizer: PreTrainedTokenizerBase, recipe: EncoderDecoderRecipe, step: int
+) -> Batch:
     generator = torch_generator(recipe.seed, "batch", step)
     chosen = torch.randint(len(pairs), (recipe.batch,), generator=generator).tolist()
     return _batch([pairs[number] for number in chosen], tokenizer)
@@ -142,7 +150,7 @@ def _initialized(recipe: EncoderDecoderRecipe, vocabulary: int) -> PreTrainedMod
         return T5ForConditionalGeneration(config)
 
 
-def _frequencies(pairs: Sequence[Pair], tokenizer: PreTrainedTokenizerBase, checked: list[Batch]) -> float:
+def _frequencies(pairs: Sequence[SourceAndTarget], tokenizer: PreTrainedTokenizerBase, checked: list[Batch]) -> float:
     """Nats per held-out token of a model that knows only how frequent each token of a query is, each seen once more."""
 
     def tokens(found: Iterator[Batch] | list[Batch]) -> torch.Tensor:

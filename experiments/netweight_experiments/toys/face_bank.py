@@ -151,7 +151,7 @@ def _trained(
 
 def _train_group(group: _Group, *, folder: str, base: str) -> dict[str, Any]:
     """Train one group into a small bank of its own, in whatever process this is."""
-    from netweight.hf.adapters import Subject, train_pictures
+    from netweight.hf.adapters import AdapterSubject, train_pictures
 
     model = _model(base)
     if model.digest() != group.base:
@@ -160,7 +160,7 @@ def _train_group(group: _Group, *, folder: str, base: str) -> dict[str, Any]:
     subjects = []
     for number in group.numbers:
         captions, pictures = group.bank.photographs(number)
-        subjects.append(Subject(person_name(number), pictures, tuple(captions)))
+        subjects.append(AdapterSubject(person_name(number), pictures, tuple(captions)))
     fitted = train_pictures(model, subjects, group.bank.recipe, layers=group.bank.layers, each=group.bank.each)
     part = _part(Path(folder), group)
     if part.exists():  # from a run that was stopped before it was remembered

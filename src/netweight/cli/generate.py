@@ -24,8 +24,8 @@ from netweight.registry import (
     Context,
     Group,
     Method,
+    PrintedTable,
     Result,
-    Rows,
     commands,
     groups,
     is_own,
@@ -46,17 +46,17 @@ _KINDS: dict[str, Any] = {
 def command_of(name: str) -> click.Command | None:
     """Return the command, or the group of commands, of this first word; None if there is none."""
     if name == ATTACK.name:
-        return _Group(ATTACK)
+        return _CommandGroup(ATTACK)
     group = groups().get(name)
     if group is not None:
-        return _Group(group)
+        return _CommandGroup(group)
     registrations = commands(name)
     if name in registrations:
         return _Generated(registrations[name])
-    return _Group(Group(name, "")) if registrations else None
+    return _CommandGroup(Group(name, "")) if registrations else None
 
 
-class _Group(click.Group):
+class _CommandGroup(click.Group):
     """Commands that share their first word."""
 
     def __init__(self, group: Group) -> None:
@@ -197,7 +197,7 @@ def show(context: click.Context, result: Result, output: Output, account: WorkAc
     if continued:
         output.line(f"Continued an earlier run: {', '.join(continued)}.")
     for line in result.lines:
-        if isinstance(line, Rows):
+        if isinstance(line, PrintedTable):
             output.table(line.headers, line.rows)
         else:
             output.line(line)

@@ -385,7 +385,7 @@ def _signed(words: torch.Tensor) -> torch.Tensor:
 
 @final
 @dataclass(frozen=True)
-class Order:
+class SummationOrder:
     """Order in which the products of a row are added; as `Order` in native/products.h, which describes the kinds."""
 
     kind: Literal["sums", "pairs", "tiles"]
@@ -406,21 +406,21 @@ _MOST_ROWS_TRIED = 1 << 14
 _BLOCKS = (512, 1024, 2048, 256, 4096)
 
 
-def _orders(columns: int, inputs: int) -> Iterator[Order]:
+def _orders(columns: int, inputs: int) -> Iterator[SummationOrder]:
     """The orders that the native module knows for so many columns and inputs, the likeliest first."""
     if compiled is None:
         return
     if compiled.multiplies_in_blocks() and columns % 2 == 0 and inputs <= MOST_INPUTS_IN_BLOCKS:
-        yield from (Order("pairs", block) for block in _BLOCKS if block < columns)
-        yield Order("pairs", columns)
-        yield Order("tiles", 32)
-    yield from (Order("sums", sums) for sums in (64, 128) if columns % sums == 0)
+        yield from (SummationOrder("pairs", block) for block in _BLOCKS if block < columns)
+        yield SummationOrder("pairs", columns)
+        yield SummationOrder("tiles", 32)
+    yield from (SummationOrder("sums", sums) for sums in (64, 128) if columns % sums == 0)
 
 
 @cache
 def order_of(
     rows: int, columns: int, inputs: int, threads: int, biased: bool, *, strided: bool = False
-) -> Order | None:
+) -> SummationOrder | None:
     """In what order torch adds up such a product; None if the native module does not know it.
 
     `strided`: the inputs are not contiguous, as the last positions of several sequences are not.
@@ -456,8 +456,8 @@ def order_of(
 
 
 def multiply(
-    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor,
-    threads: int, *, fixed: bool = False,
+    weight: torch.Tensor, rows: int, x: torch.Tensor, bias: torch.Tensor | None, order: SummationOrder,
+    out: torch.Tensor, threads: int, *, fixed: bool = False,
 ) -> None:  # fmt: skip
     """Fill `out`, of shape (inputs, rows), perhaps columns of another tensor, from plain or fixed-length weights."""
     with _A_FIXED_WEIGHT:
@@ -468,8 +468,8 @@ def multiply(
 
 
 def multiply_blob(
-    blob: memoryview, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor, threads: int, *,
-    check: bool,
+    blob: memoryview, x: torch.Tensor, bias: torch.Tensor | None, order: SummationOrder, out: torch.Tensor,
+    threads: int, *, check: bool,
 ) -> None:  # fmt: skip
     """The same from a lossless blob of bf16; each thread decodes chunks and multiplies them while they are cached."""
     with _A_BLOB:

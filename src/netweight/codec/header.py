@@ -221,7 +221,7 @@ def corrupt(reason: str) -> CorruptBlob:
     return CorruptBlob(reason, cure="Fetch or compress the file again; its bytes were damaged.")
 
 
-class Reader:
+class ByteReader:
     """Takes bytes from the front of a one-dimensional array and never passes its end."""
 
     def __init__(self, data: Bytes) -> None:
@@ -251,7 +251,7 @@ class Reader:
 
 
 def varint(value: int) -> bytes:
-    """A number as `Reader.varint` reads it."""
+    """A number as `ByteReader.varint` reads it."""
     out = bytearray()
     while value >= 128:
         out.append(value & 127 | 128)
@@ -269,13 +269,13 @@ def checksum(start: bytes, rest: bytes) -> bytes:
     return little(xxhash.xxh3_64_intdigest(start + rest) & 0xFFFFFFFF, 4)
 
 
-def check_header(fixed: bytes, reader: Reader) -> None:
+def check_header(fixed: bytes, reader: ByteReader) -> None:
     """Compare the checksum with a header that ends where the reader stands."""
     if checksum(fixed[:24], reader.data[FIXED_HEADER : reader.at].tobytes()) != fixed[24:28]:
         raise corrupt("the header's checksum does not fit its bytes")
 
 
-def take_fixed(reader: Reader) -> bytes:
+def take_fixed(reader: ByteReader) -> bytes:
     """The part of a header that has one length in all blobs."""
     if len(reader.data) < FIXED_HEADER:
         raise corrupt(f"it is shorter than a header ({len(reader.data)} bytes)")
@@ -307,7 +307,7 @@ def named_digest(digest: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class BlobHeader:
     """Content of a blob before its chunks."""
 
     element: ElementType
@@ -361,9 +361,9 @@ def tensor_bytes(element: ElementType, shape: tuple[int, ...]) -> int:
     return bits // 8
 
 
-def read_header(blob: Any, *, size: int | None = None) -> Header:
+def read_header(blob: Any, *, size: int | None = None) -> BlobHeader:
     """Read and check header and index; with the whole blob's `size`, `blob` may end at `index_end`."""
-    reader = Reader(as_bytes(blob))
+    reader = ByteReader(as_bytes(blob))
     size = len(reader.data) if size is None else size
     fixed, element, shape, nbytes, base_digest, chunks = _read_start(reader, size)
     flags = fixed[5]
@@ -376,14 +376,14 @@ def read_header(blob: Any, *, size: int | None = None) -> Header:
     if starts[-1] != size:
         raise corrupt(f"it has {size} bytes where its index adds up to {starts[-1]}")
     cpu_modes = bool(flags & HAS_CPU_MODES)
-    return Header(
+    return BlobHeader(
         element, shape, flags & 3, fixed[6], fixed[8:24], nbytes, starts, tuple(checks), cpu_modes, base_digest
     )
 
 
 def read_index(blob: Any) -> Index:
     """The index of a blob that was just encoded here, which is not checked again."""
-    reader = Reader(as_bytes(blob))
+    reader = ByteReader(as_bytes(blob))
     fixed, *_, chunks = _read_start(reader, len(reader.data))
     lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
     checks = reader.take(8 * chunks, "the index of chunks").view("<u8")
@@ -392,12 +392,12 @@ def read_index(blob: Any) -> Index:
 
 def index_end(beginning: Any, size: int) -> int:
     """Return the end of the index of a blob of `size` bytes, of which at least the first 1,024 are at hand."""
-    reader = Reader(as_bytes(beginning))
+    reader = ByteReader(as_bytes(beginning))
     *_, chunks = _read_start(reader, size)
     return reader.at + 12 * chunks
 
 
-def _read_start(reader: Reader, size: int) -> tuple[bytes, ElementType, tuple[int, ...], int, bytes, int]:
+def _read_start(reader: ByteReader, size: int) -> tuple[bytes, ElementType, tuple[int, ...], int, bytes, int]:
     """Read what precedes the index: fixed part, element type, shape, bytes of the tensor, base's digest, chunks."""
     fixed = take_fixed(reader)
     version, code, level, chunk_log2, dimensions = fixed[3:8]

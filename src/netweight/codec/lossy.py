@@ -22,9 +22,9 @@ from netweight.codec.backend import best, codec_for
 from netweight.codec.header import (
     BY_CODE,
     BY_NAME,
+    ByteReader,
     Bytes,
     ElementType,
-    Reader,
     as_bytes,
     check_digest,
     check_header,
@@ -277,7 +277,7 @@ def encode(
 
 def read_header(blob: Any) -> LossyHeader:
     """Read and check a lossy blob's header, and the headers of the blobs in it; no payload is touched."""
-    reader = Reader(as_bytes(blob))
+    reader = ByteReader(as_bytes(blob))
     fixed = take_fixed(reader)
     version, code, mantissa_bits, fidelity, dimensions = fixed[3:8]
     if version != VERSION:

@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 from netweight.codec.header import (
     BY_NAME,
+    BlobHeader,
+    ByteReader,
     Bytes,
     ElementType,
-    Header,
     HeaderWriter,
-    Reader,
     as_bytes,
     corrupt,
     element_type,
@@ -180,7 +180,7 @@ def decode_chunk(
     out[:] = _decode(fields, number, body, _base_of(fields, base, expected), check)
 
 
-def _base_of(header: Header, base: Any, nbytes: int) -> Bytes | None:
+def _base_of(header: BlobHeader, base: Any, nbytes: int) -> Bytes | None:
     """The base's bytes for so many of the tensor; None if the blob stands alone."""
     if not header.base_digest:
         return None
@@ -192,10 +192,10 @@ def _base_of(header: Header, base: Any, nbytes: int) -> Bytes | None:
     return data
 
 
-def _decode(header: Header, number: int, body: Bytes, base: Bytes | None, check: bool) -> Bytes:
+def _decode(header: BlobHeader, number: int, body: Bytes, base: Bytes | None, check: bool) -> Bytes:
     """The bytes of one chunk's numbers."""
     count = min(1 << header.chunk_log2, header.numbers - (number << header.chunk_log2))
-    numbers = read_chunk(Reader(body), header.element, count, header.cpu_modes, base)
+    numbers = read_chunk(ByteReader(body), header.element, count, header.cpu_modes, base)
     if check and check_of(numbers) != header.checks[number]:
         reason = "the decoded bytes do not have the digest that was stored with them"
         raise corrupt(reason + (", or the base is another tensor" if header.base_digest else ""))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from netweight.codec.header import BY_NAME, Bytes, ElementType, Reader, corrupt, little
+from netweight.codec.header import BY_NAME, ByteReader, Bytes, ElementType, corrupt, little
 from netweight.codec.numpy_rans import pack, read_rans, read_split, read_wide, unpack, write_rans, write_wide
 from netweight.codec.numpy_tables import (
     CONSTANT,
@@ -28,7 +28,7 @@ from netweight.codec.numpy_tables import (
     WIDE_RANS,
     Counts,
     Integers,
-    Plane,
+    PlaneStatistics,
     Split,
     choose,
     choose_whole,
@@ -83,7 +83,7 @@ def write_chunk(data: Bytes, element: ElementType, level: int, base: Bytes | Non
     return chunk, cpu_modes
 
 
-def read_chunk(reader: Reader, element: ElementType, count: int, cpu_modes: bool, base: Bytes | None) -> Bytes:
+def read_chunk(reader: ByteReader, element: ElementType, count: int, cpu_modes: bool, base: Bytes | None) -> Bytes:
     """The bytes of a chunk of `count` numbers; `base` holds those of the base, if the blob has one."""
     first = int(reader.data[reader.at]) if reader.at < len(reader.data) else RAW
     if not cpu_modes:
@@ -126,7 +126,7 @@ def _write_body(data: Bytes, element: ElementType, level: int) -> tuple[bytes, b
     return (trial, True) if len(trial) < len(chunk) else (chunk, cpu_modes)
 
 
-def _read_body(reader: Reader, element: ElementType, count: int) -> Bytes:
+def _read_body(reader: ByteReader, element: ElementType, count: int) -> Bytes:
     if element.number_bytes < 4 or reader.at == len(reader.data) or reader.data[reader.at] != SPARSE_CHUNK:
         return read_planes(reader, element, count, NESTING)
     reader.at += 1
@@ -168,7 +168,7 @@ def _write_runs(data: Bytes, level: int) -> bytes:
     return bytes((RUNS, *values)) + little(len(lengths) // 2, 3) + pairs
 
 
-def _read_runs(reader: Reader, count: int) -> Bytes:
+def _read_runs(reader: ByteReader, count: int) -> Bytes:
     values, size = reader.take(2, "runs"), reader.number(3, "runs")
     if not 0 < 4 * size <= count:
         raise corrupt("a chunk has an impossible number of runs")
@@ -230,7 +230,7 @@ def _write_classes(steps: Integers, base: Integers, element: ElementType, level:
     )
 
 
-def _read_classes(reader: Reader, base: Integers, element: ElementType) -> Bytes:
+def _read_classes(reader: ByteReader, base: Integers, element: ElementType) -> Bytes:
     thresholds = np.asarray(reader.take(_CLASSES - 1, "thresholds of classes"))
     if (thresholds[1:] < thresholds[:-1]).any():
         raise corrupt("thresholds of classes do not ascend")
@@ -254,14 +254,14 @@ def write_planes(data: Bytes, element: ElementType, level: int, nesting: int) ->
 def _planes(data: Bytes, element: ElementType, level: int, nesting: int, *, inner: bool) -> list[bytes]:
     numbers = data.reshape(-1, element.number_bytes)
     head = np.ascontiguousarray(numbers[:, element.tails :]).reshape(-1)
-    planes = [write_plane(replace(Plane.head(element), inner=inner), head, level, nesting)]
+    planes = [write_plane(replace(PlaneStatistics.head(element), inner=inner), head, level, nesting)]
     for tail in reversed(range(element.tails)):
         column = np.ascontiguousarray(numbers[:, tail])
-        planes.append(write_plane(Plane(1, tail=True, inner=inner), column, level, nesting))
+        planes.append(write_plane(PlaneStatistics(1, tail=True, inner=inner), column, level, nesting))
     return planes
 
 
-def read_planes(reader: Reader, element: ElementType, count: int, nesting: int) -> Bytes:
+def read_planes(reader: ByteReader, element: ElementType, count: int, nesting: int) -> Bytes:
     """The bytes of `count` numbers."""
     numbers = np.empty((count, element.number_bytes), np.uint8)
     head = element.head_bytes
@@ -271,7 +271,7 @@ def read_planes(reader: Reader, element: ElementType, count: int, nesting: int) 
     return numbers.reshape(-1)
 
 
-def write_plane(plane: Plane, data: Bytes, level: int, nesting: int) -> bytes:
+def write_plane(plane: PlaneStatistics, data: Bytes, level: int, nesting: int) -> bytes:
     """A plane in the mode that costs least."""
     elements = data.view("u1" if plane.width == 1 else "<u2")
     if len(elements) > 1 and (elements == elements[0]).all():
@@ -296,7 +296,7 @@ def write_plane(plane: Plane, data: Bytes, level: int, nesting: int) -> bytes:
     return dense if trial is None or 200 * len(trial) > 199 * len(dense) else trial
 
 
-def _dense(plane: Plane, elements: Integers, level: int, skewed: bool) -> bytes:
+def _dense(plane: PlaneStatistics, elements: Integers, level: int, skewed: bool) -> bytes:
     """Raw, packed or entropy coded, and no larger than raw; for GPUs all that there is."""
     data, count = elements.view(np.uint8), len(elements)
     raw = bytes((RAW,)) + data.tobytes()
@@ -328,7 +328,7 @@ def _dense(plane: Plane, elements: Integers, level: int, skewed: bool) -> bytes:
         sample = 1
 
 
-def read_plane(reader: Reader, width: int, count: int, nesting: int) -> Integers:
+def read_plane(reader: ByteReader, width: int, count: int, nesting: int) -> Integers:
     """One plane: `count` unsigned elements of `width` bytes, 1 or 2."""
     mode = reader.number(1, "a plane")
     kind = np.dtype("u1" if width == 1 else "<u2")
@@ -410,10 +410,10 @@ class Probe:
         return not self.varied and 64 * self.distinct <= (20 if width == 1 else 58) * self.sampled
 
 
-def _skewed(plane: Plane, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:
+def _skewed(plane: PlaneStatistics, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:
     """A plane of skewed data in the mode that suits it; None when none does."""
     # The bytes of what a sparse plane left may have a likeliest value of their own, which may be split off.
-    part = Plane(1, inner=True)
+    part = PlaneStatistics(1, inner=True)
     if plane.width == 2 and probe.few(2):
         values, index = np.unique(elements, return_inverse=True)
         if len(values) <= 256:
@@ -439,12 +439,12 @@ def _sparse(numbers: Integers, value: int, level: int, nesting: int, write_rest:
     bits.reshape(-1)[: len(numbers)] = differs
     nibbles = (bits << np.arange(4, 8, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
     rest = np.ascontiguousarray(numbers[differs])
-    head = little(value, numbers.itemsize) + write_plane(Plane(1, inner=True), nibbles, level, nesting - 1)
+    head = little(value, numbers.itemsize) + write_plane(PlaneStatistics(1, inner=True), nibbles, level, nesting - 1)
     return head + (write_rest(rest) if len(rest) else b"")
 
 
 def _read_sparse(
-    reader: Reader, kind: np.dtype[np.uint8] | np.dtype[np.uint16], count: int, nesting: int,
+    reader: ByteReader, kind: np.dtype[np.uint8] | np.dtype[np.uint16], count: int, nesting: int,
     read_rest: Callable[[int], Integers],
 ) -> Integers:  # fmt: skip
     value = reader.number(kind.itemsize, "a sparse plane")
@@ -469,7 +469,7 @@ _LISTS = 1024  # bytes of lists and header at most
 _FINE_SHARE = 64
 
 
-def _joint(plane: Plane, elements: Integers, finer: int, level: int) -> bytes | None:
+def _joint(plane: PlaneStatistics, elements: Integers, finer: int, level: int) -> bytes | None:
     """A plane of floats of which some are equal; None when that does not pay.
 
     Symbols of likely exponents have `finer` bits of the mantissa.
@@ -560,7 +560,7 @@ def _numbers(numbers: Bytes, level: int) -> bytes:
     return coded if coded is not None and len(coded) <= count else bytes((RAW,)) + numbers.tobytes()
 
 
-def _read_joint(reader: Reader, count: int, nesting: int) -> Integers:
+def _read_joint(reader: ByteReader, count: int, nesting: int) -> Integers:
     what = "a joint plane"
     split = read_split(reader, 2)
     more_bits = reader.number(1, what)
@@ -625,7 +625,7 @@ def _packed(elements: Bytes, widths: Counts) -> bytes:
     return bytes((PACKED,)) + (nibbles[:, 0] | nibbles[:, 1] << 4).tobytes() + fields.tobytes()
 
 
-def _read_packed(reader: Reader, count: int) -> Bytes:
+def _read_packed(reader: ByteReader, count: int) -> Bytes:
     blocks = -(-count // 64)
     pairs = reader.take(-(-blocks // 2), "packed widths")
     widths = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:blocks].astype(np.int64)

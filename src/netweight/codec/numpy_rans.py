@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from netweight.codec.header import Bytes, Reader, corrupt, little
-from netweight.codec.numpy_tables import WIDE_RANS, WIDE_SLOTS, Choice, Counts, Integers, Slots, Split
+from netweight.codec.header import ByteReader, Bytes, corrupt, little
+from netweight.codec.numpy_tables import WIDE_RANS, WIDE_SLOTS, CoderChoice, Counts, Integers, Slots, Split
 
 Words = npt.NDArray[np.uint16]
 Patches = list[tuple[int, int]]  # position and symbol, ascending
@@ -42,7 +42,7 @@ def unpack(blocks: Bytes, width: int) -> Words:
 # ---- what both modes share -------------------------------------------------------------------------------------------
 
 
-def read_split(reader: Reader, width: int) -> Split:
+def read_split(reader: ByteReader, width: int) -> Split:
     """The split of an element into symbol and raw bits."""
     byte = reader.number(1, "a plane's header")
     split = Split(width, byte & 127, byte >= 128)
@@ -51,7 +51,7 @@ def read_split(reader: Reader, width: int) -> Split:
     return split
 
 
-def _by_element(choice: Choice, symbols: Integers) -> tuple[Counts, Counts, npt.NDArray[np.bool_]]:
+def _by_element(choice: CoderChoice, symbols: Integers) -> tuple[Counts, Counts, npt.NDArray[np.bool_]]:
     """Frequency and first slot by element, and which elements are not in the table and coded as the host."""
     size = 1 << choice.split.symbol_bits
     frequency, start = np.zeros(size, np.int64), np.zeros(size, np.int64)
@@ -73,7 +73,7 @@ def _symbol_runs(symbols: Sequence[int], size: int) -> bytes:
     return little(len(runs), size) + b"".join(little(base, 2) + little(length, size) for base, length in runs)
 
 
-def _read_symbols(reader: Reader, what: str, size: int, most: int, symbol_bits: int) -> list[int]:
+def _read_symbols(reader: ByteReader, what: str, size: int, most: int, symbol_bits: int) -> list[int]:
     """Read what `_symbol_runs` wrote."""
     symbols: list[int] = []
     for _ in range(reader.number(size, what)):
@@ -88,7 +88,7 @@ def _read_symbols(reader: Reader, what: str, size: int, most: int, symbol_bits: 
 # ---- the modes rans and steep: up to four streams of 64 lanes, states of 16 bits that give away and take in bytes ----
 
 
-def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None:
+def write_rans(choice: CoderChoice, elements: Integers, streams: int) -> bytes | None:
     """A plane in the rans or steep mode; None when there are too many patches for this table to be the right one."""
     split, count = choice.split, len(elements)
     # Row r of stream g contains the elements from 64 * (r * streams + g) on.
@@ -152,7 +152,7 @@ def write_rans(choice: Choice, elements: Integers, streams: int) -> bytes | None
     return out if len(out) < count * split.width + 4096 else None
 
 
-def read_rans(reader: Reader, width: int, count: int, steep: bool) -> Words:
+def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
     """`count` elements of a plane in the rans or steep mode."""
     split = read_split(reader, width)
     streams = reader.number(1, "a plane's header")
@@ -229,7 +229,7 @@ def read_rans(reader: Reader, width: int, count: int, steep: bool) -> Words:
 # ---- the wide_rans mode: one stream of 32 lanes with states of 32 bits that give away and take in 16 bits ------------
 
 
-def write_wide(choice: Choice, elements: Integers) -> bytes | None:
+def write_wide(choice: CoderChoice, elements: Integers) -> bytes | None:
     """A plane in the wide_rans mode; None as for `write_rans`."""
     split, count = choice.split, len(elements)
     # Block b contains the elements from 64 * b on; element i belongs to lane i % 32.
@@ -276,7 +276,7 @@ def write_wide(choice: Choice, elements: Integers) -> bytes | None:
     return out if len(out) < count * split.width + 4096 else None
 
 
-def read_wide(reader: Reader, width: int, count: int) -> Words:
+def read_wide(reader: ByteReader, width: int, count: int) -> Words:
     """`count` elements of a plane in the wide_rans mode."""
     split = read_split(reader, width)
     what = "a wide table"
@@ -340,7 +340,7 @@ def _rare_list(symbols: list[int]) -> bytes:
     return bytes((len(symbols),)) + b"".join(little(symbol, 2) for symbol in symbols)
 
 
-def _read_rare(reader: Reader, symbol_bits: int) -> list[int]:
+def _read_rare(reader: ByteReader, symbol_bits: int) -> list[int]:
     """The symbols that patches name by number."""
     what = "the list of rare symbols"
     count = reader.number(1, what)
@@ -369,7 +369,7 @@ def _patch_words(patches: Patches, rare: list[int]) -> bytes:
 
 
 def _patch(
-    reader: Reader,
+    reader: ByteReader,
     words: int,
     rare: list[int],
     split: Split,

@@ -82,7 +82,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
+class PlaneStatistics:
     """The encoder's statistics of a plane."""
 
     width: int
@@ -101,7 +101,7 @@ class Plane:
     """True for the remainder of a sparse plane, from which no further value is split off."""
 
     @classmethod
-    def head(cls, element: ElementType) -> Plane:
+    def head(cls, element: ElementType) -> PlaneStatistics:
         """The plane of the numbers' top bytes."""
         if element.exponent_bits == 0:
             return cls(element.head_bytes)
@@ -131,7 +131,7 @@ def sampling(level: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CoderChoice:
     """An entropy coder for a plane, with its estimated cost in 1/65536 bits."""
 
     mode: int
@@ -148,9 +148,9 @@ class Choice:
     """The symbol that stands in for those not listed."""
 
 
-def choose(plane: Plane, elements: Integers, level: int, sample: int, skewed: bool) -> Choice | None:
+def choose(plane: PlaneStatistics, elements: Integers, level: int, sample: int, skewed: bool) -> CoderChoice | None:
     """The cheapest split and table for a plane; None for noise."""
-    best: Choice | None = None
+    best: CoderChoice | None = None
     counts: Counts | None = None
     for split in plane.splits(level):
         if counts is None:
@@ -177,7 +177,7 @@ def choose(plane: Plane, elements: Integers, level: int, sample: int, skewed: bo
     return choose_whole(elements, level, sample, best)
 
 
-def choose_whole(elements: Integers, level: int, sample: int, best: Choice | None = None) -> Choice:
+def choose_whole(elements: Integers, level: int, sample: int, best: CoderChoice | None = None) -> CoderChoice:
     """The cheapest table for bytes as they are, steep ones among them; or `best`, if nothing is cheaper."""
     whole = Split(1, 0, False)
     counts, total = histogram(elements, whole, sample)
@@ -228,7 +228,7 @@ def _balanced(weights: Counts, frequencies: Counts, most: int, slots: int, gain:
         used += 1
 
 
-def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False) -> Choice:
+def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False) -> CoderChoice:
     """The cheapest table of 2 to 63 symbols; the cost is that of the counted elements, raw bits not included."""
     largest = 255 if steep else 127
     bits, total = costs(256, 255), int(counts.sum())
@@ -263,10 +263,12 @@ def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False
     second = (occurrences[: len(best)] * 256 < total * best) & (not steep)
     rows = sorted(zip(second.tolist(), order, best.tolist(), strict=False))
     mode = STEEP if steep else RANS
-    return Choice(mode, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0])
+    return CoderChoice(
+        mode, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0]
+    )
 
 
-def wide_table(counts: Counts, split: Split) -> Choice | None:
+def wide_table(counts: Counts, split: Split) -> CoderChoice | None:
     """A table of 4,096 slots for all symbols that are worth a quarter of a slot; None where that cannot be."""
     bits, total = costs(WIDE_SLOTS, WIDE_SLOTS), int(counts.sum())
     listed = np.flatnonzero((counts > 0) & (counts * (4 * WIDE_SLOTS) >= total))
@@ -279,7 +281,7 @@ def wide_table(counts: Counts, split: Split) -> Choice | None:
     _balanced(weights, frequencies, WIDE_SLOTS - 1, WIDE_SLOTS, lambda f: bits[f] - bits[np.minimum(f + 1, WIDE_SLOTS)])
     cost = rest * PATCH_COST + len(listed) * 3 // 2 * 8 * COST + int((weights * bits[frequencies]).sum())
     host = int(listed[np.argmax(frequencies)])
-    return Choice(WIDE_RANS, cost, split, listed.tolist(), frequencies.tolist(), [], host)
+    return CoderChoice(WIDE_RANS, cost, split, listed.tolist(), frequencies.tolist(), [], host)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,11 +69,11 @@ class _Pulse:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tasks: list[Task] = []
+        self._tasks: list[ProgressTask] = []
         self._thread: threading.Thread | None = None
         self.last = 0.0
 
-    def add(self, task: Task) -> None:
+    def add(self, task: ProgressTask) -> None:
         with self._lock:
             if not self._tasks:
                 self.last = time.monotonic()
@@ -82,7 +82,7 @@ class _Pulse:
                 self._thread = threading.Thread(target=self._run, daemon=True, name="netweight-progress")
                 self._thread.start()
 
-    def remove(self, task: Task) -> None:
+    def remove(self, task: ProgressTask) -> None:
         with self._lock:
             if task in self._tasks:
                 self._tasks.remove(task)
@@ -103,7 +103,7 @@ _PULSE = _Pulse()
 
 
 @final
-class Task:
+class ProgressTask:
     """One piece of work under way; made by `Progress.task` and used as a context manager."""
 
     # The methods may be called whatever the mode; in mode `"off"` they do nothing but count.
@@ -182,9 +182,9 @@ class Progress:
         self._every = every
         self._listener = listener
 
-    def task(self, description: str, total: int | None = None, *, unit: str = "B") -> Task:
+    def task(self, description: str, total: int | None = None, *, unit: str = "B") -> ProgressTask:
         """Open a task."""
-        return Task(description, total, unit, self.mode, self._stream, self._every, self._listener)
+        return ProgressTask(description, total, unit, self.mode, self._stream, self._every, self._listener)
 
     def track(self, items: Iterable[T], description: str, total: int | None = None, *, unit: str = "it") -> Iterator[T]:
         """Yield `items` one by one, counting each as one unit of a task."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from netweight.core.lazy import library
 from netweight.core.names import not_found
-from netweight.data.rows import Row, RowErrors, Rows, read_rows
+from netweight.data.rows import DataRow, DataRows, RowErrors, read_rows
 from netweight.data.text import TextExample, TextPair, categories, needed_text
 from netweight.errors import MissingExtra, UsageError
 
@@ -130,7 +130,7 @@ def _beavertails(split: str) -> Any:
         ) from error
 
 
-def _judged(rows: Rows, safe: bool, errors: RowErrors) -> list[Row]:
+def _judged(rows: DataRows, safe: bool, errors: RowErrors) -> list[DataRow]:
     """Return the rows that were judged safe, or the others; note those that were not judged."""
     for row in rows.rows:
         if not isinstance(row.values.get("is_safe"), bool):
@@ -138,7 +138,7 @@ def _judged(rows: Rows, safe: bool, errors: RowErrors) -> list[Row]:
     return [row for row in rows.rows if row.values.get("is_safe") is safe]
 
 
-def _inner(row: Row, column: str, errors: RowErrors) -> str | None:
+def _inner(row: DataRow, column: str, errors: RowErrors) -> str | None:
     """Return the text within a column, which holds scores beside it."""
     value = row.values.get(column)
     text = value.get("text") if isinstance(value, Mapping) else value
@@ -148,7 +148,7 @@ def _inner(row: Row, column: str, errors: RowErrors) -> str | None:
     return None
 
 
-def _behind(whole: str, prompt: str, row: Row, errors: RowErrors) -> str:
+def _behind(whole: str, prompt: str, row: DataRow, errors: RowErrors) -> str:
     """Return what follows a prompt within a text."""
     _, separator, answer = whole.partition(prompt)
     if not separator:
@@ -163,14 +163,14 @@ def _spaced(text: str) -> str:
     return f" {text.strip()}"
 
 
-def _some(examples: list[Any], rows: Rows, what: str) -> list[Any]:
+def _some(examples: list[Any], rows: DataRows, what: str) -> list[Any]:
     if not examples:
         raise UsageError(f"{rows.name} has no row whose {what}.", cure="Check that it is the right file.")
     return examples
 
 
 @dataclass(frozen=True)
-class Pair:
+class SourceAndTarget:
     """A source text and the target that a model is to write for it."""
 
     source: str
@@ -192,7 +192,7 @@ def tiny_shakespeare() -> str:
     return text_file("tinyshakespeare.txt").read_text(encoding="utf-8")
 
 
-def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
+def wikisql(split: Literal["train", "dev", "test"]) -> list[SourceAndTarget]:
     """Return a split of 10,336 questions of WikiSQL with their queries; no table is in two splits.
 
     Source: Zhong et al., Seq2SQL, 2017; queries as made canonical by Finegan-Dollak et al., 2018.
@@ -202,10 +202,12 @@ def wikisql(split: Literal["train", "dev", "test"]) -> list[Pair]:
     file = text_file("wikisql_12k.parquet")
     parquet = library("pyarrow.parquet", f"Reading {file.name}", "llm")
     rows = parquet.read_table(file, columns=["question", "context", "answer", "split"]).to_pylist()
-    return [Pair(f"{row['question']}\n{row['context']}", row["answer"]) for row in rows if row["split"] == split]
+    return [
+        SourceAndTarget(f"{row['question']}\n{row['context']}", row["answer"]) for row in rows if row["split"] == split
+    ]
 
 
-def wmt14_german_english() -> list[Pair]:
+def wmt14_german_english() -> list[SourceAndTarget]:
     """Return the 3,003 sentences of WMT14's German to English test, each source with T5's prefix for the task."""
     # They are not among the local data: `sacrebleu -t wmt14 -l de-en --echo src` (and `ref`) prints them.
     sources, targets = (
@@ -219,7 +221,7 @@ def wmt14_german_english() -> list[Pair]:
             f"wmt14-de-en.src has {len(sources)} lines and wmt14-de-en.ref {len(targets)}.", cure="Print both again."
         )
     pairs = zip(sources, targets, strict=True)
-    return [Pair(f"translate German to English: {source}", target) for source, target in pairs]
+    return [SourceAndTarget(f"translate German to English: {source}", target) for source, target in pairs]
 
 
 def text_file(name: str, *, made_by: str = "") -> Path:

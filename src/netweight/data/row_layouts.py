@@ -202,7 +202,7 @@ def _is_given(value: Any) -> bool:
 
 @final
 @dataclass(frozen=True)
-class Layout:
+class PromptColumns:
     """Columns of prompt and answers in the rows of one source."""
 
     columns: Mapping[str, str]
@@ -257,7 +257,7 @@ class Layout:
         return question[: last + 1]
 
 
-def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
+def layout_of(names: Sequence[str], given: Mapping[str, str]) -> PromptColumns:
     """Recognize the layout of a source by the names of its columns; `given` columns win over recognized ones.
 
     Args:
@@ -272,19 +272,19 @@ def layout_of(names: Sequence[str], given: Mapping[str, str]) -> Layout:
         columns["response"] = "completion"
     columns |= given
     if "response" in columns and "prompt" in columns:
-        return Layout(columns, alpaca=columns["prompt"] == "instruction")
+        return PromptColumns(columns, alpaca=columns["prompt"] == "instruction")
     pairs = {"chosen", "rejected"} <= columns.keys()
     conversation = next((name for name in _CONVERSATIONS if name in names), None)
     if conversation is not None and not given.keys() & {"prompt", "response"} and not pairs:
         rest = {part: column for part, column in columns.items() if part in ("chosen", "rejected")}
-        return Layout(rest, conversation=conversation)
+        return PromptColumns(rest, conversation=conversation)
     if "instruction" in names and "prompt" not in columns:
         own = {"prompt": "instruction"} | ({"response": "output"} if "output" in names else {})
-        return Layout({**own, **columns}, alpaca=True)
-    return Layout(columns)
+        return PromptColumns({**own, **columns}, alpaca=True)
+    return PromptColumns(columns)
 
 
-def with_shared_prompt(layout: Layout, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> Layout:
+def with_shared_prompt(layout: PromptColumns, names: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> PromptColumns:
     """Return a layout whose prompt is a conversation that both answers of a pair follow, where the rows have that.
 
     Args:
@@ -315,7 +315,7 @@ def _alpaca_prompt(values: Mapping[str, Any]) -> Text:
     return f"{instruction}\n\n{more}" if isinstance(instruction, str) and more else instruction
 
 
-def _after_context(prompt: Text, values: Mapping[str, Any], layout: Layout) -> Text:
+def _after_context(prompt: Text, values: Mapping[str, Any], layout: PromptColumns) -> Text:
     """Return a prompt after the system text and the earlier turns that columns of their own hold."""
     _check_unread(values, [*layout.columns.values(), *([layout.conversation] if layout.conversation else [])])
     others = {name: value for name, value in values.items() if name not in layout.columns.values()}

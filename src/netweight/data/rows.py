@@ -54,7 +54,7 @@ def warn(text: str) -> None:
 
 @final
 @dataclass(frozen=True)
-class Row:
+class DataRow:
     """One row."""
 
     where: str
@@ -65,12 +65,12 @@ class Row:
 
 @final
 @dataclass(frozen=True)
-class Rows:
+class DataRows:
     """Rows of one source; at least one."""
 
     name: str
     """The source, for messages."""
-    rows: Sequence[Row]
+    rows: Sequence[DataRow]
     """All rows in their order."""
 
     @property
@@ -145,7 +145,7 @@ class RowErrors:
         return named + (f"; and {len(self.by_row) - _NAMED} more" if len(self.by_row) > _NAMED else "")
 
 
-def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Rows:
+def read_rows(source: str | Path | DataRows | Any, *, key: str | None = None) -> DataRows:
     """Read all rows of a source.
 
     Args:
@@ -159,7 +159,7 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
     Raises:
         UsageError: There is no such file or set, it cannot be read, or it contains no rows.
     """
-    if isinstance(source, Rows):
+    if isinstance(source, DataRows):
         return source
     if isinstance(source, str) and source.startswith(HUB):
         name, rows = source, _of_object(_public_set(source))
@@ -170,7 +170,7 @@ def read_rows(source: str | Path | Rows | Any, *, key: str | None = None) -> Row
     records = list(rows)
     if not records:
         raise UsageError(f"{name} contains no rows.", cure="Give at least one.")
-    return Rows(name, records)
+    return DataRows(name, records)
 
 
 def _public_set(source: str) -> Any:
@@ -229,7 +229,7 @@ def _refuse_unread_files(folder: Path, datasets: Any) -> None:
         )
 
 
-def _of_object(source: Any) -> Iterator[Row]:
+def _of_object(source: Any) -> Iterator[DataRow]:
     if isinstance(source, Mapping):
         raise UsageError(
             f"The data set has splits ({', '.join(map(str, source))}).", cure='Give one of them, such as data["train"].'
@@ -242,7 +242,7 @@ def _of_object(source: Any) -> Iterator[Row]:
     for number, values in enumerate(source):
         if not isinstance(values, Mapping):
             raise UsageError(f"Row {number} of the data set is not a mapping but a {type(values).__name__}.")
-        yield Row(f"row {number}", values)
+        yield DataRow(f"row {number}", values)
 
 
 _PACKED: Mapping[str, Callable[[bytes], bytes]] = {
@@ -263,8 +263,8 @@ def _ending(file: Path) -> str:
     return "" if packed and ending == ".parquet" else ending
 
 
-def _of_file(file: Path, key: str | None) -> Iterator[Row]:
-    readers: dict[str, Callable[[Path], Iterator[Row]]] = {
+def _of_file(file: Path, key: str | None) -> Iterator[DataRow]:
+    readers: dict[str, Callable[[Path], Iterator[DataRow]]] = {
         ".jsonl": lambda path: _json(path, key, lines=True),
         ".ndjson": lambda path: _json(path, key, lines=True),
         ".json": lambda path: _json(path, key, lines=False),
@@ -306,7 +306,7 @@ def read_text(file: Path) -> str:
     return text
 
 
-def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[Row]:
+def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[DataRow]:
     """Read JSON Lines or JSON; the content decides where it contradicts the file's name, as files of both are common.
 
     Args:
@@ -330,7 +330,7 @@ def _json(file: Path, key: str | None, *, lines: bool) -> Iterator[Row]:
         if len(lists) == 1:
             cure = f"Write the list under {lists[0]!r} as the whole file."
         raise UsageError(f"{file} is not a list of JSON objects.", cure=cure)
-    yield from (Row(f"row {number}", entry) for number, entry in enumerate(values))
+    yield from (DataRow(f"row {number}", entry) for number, entry in enumerate(values))
 
 
 def _holds_lines(text: str) -> bool:
@@ -342,14 +342,14 @@ def _holds_lines(text: str) -> bool:
         return False
 
 
-def _json_lines(text: str, file: Path) -> Iterator[Row]:
+def _json_lines(text: str, file: Path) -> Iterator[DataRow]:
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         values = _parsed(line, f"{file}, line {number},")
         if not isinstance(values, dict):
             raise UsageError(f"{file}, line {number}, is not a JSON object.", cure="Put one object on each line.")
-        yield Row(f"line {number}", values)
+        yield DataRow(f"line {number}", values)
 
 
 def _parsed(text: str, what: str) -> Any:
@@ -362,7 +362,7 @@ def _parsed(text: str, what: str) -> Any:
         raise UsageError(f"{what} is not JSON: {error}.", cure=cure) from error
 
 
-def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
+def _delimited(file: Path, delimiter: str) -> Iterator[DataRow]:
     before = csv.field_size_limit(_LONGEST_FIELD)
     try:
         whole = read_text(file)
@@ -393,14 +393,14 @@ def _delimited(file: Path, delimiter: str) -> Iterator[Row]:
                     f"{file}, {where}, has a space before a quoted field, so that the quotes would belong to the text.",
                     cure="Remove spaces after the separator.",
                 )
-            yield Row(where, values)
+            yield DataRow(where, values)
     except csv.Error as error:
         raise UsageError(f"{file} is not well-formed: {error}.", cure="Correct it.") from error
     finally:
         csv.field_size_limit(before)
 
 
-def _parquet(file: Path) -> Iterator[Row]:
+def _parquet(file: Path) -> Iterator[DataRow]:
     parquet = library("pyarrow.parquet", f"Reading {file}", "llm")
     try:
         records = parquet.read_table(file).to_pylist()
@@ -408,4 +408,4 @@ def _parquet(file: Path) -> Iterator[Row]:
         # The errors of pyarrow are subclasses of these.
         reason = str(error).rstrip(".")
         raise UsageError(f"{file} cannot be read: {reason}.", cure="Fetch or write it again.") from error
-    yield from (Row(f"row {number}", values) for number, values in enumerate(records))
+    yield from (DataRow(f"row {number}", values) for number, values in enumerate(records))

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, final
 from netweight.core.names import not_found
 from netweight.data.row_layouts import (
     PARTS,
-    Layout,
+    PromptColumns,
     Text,
     UnusableText,
     layout_of,
@@ -23,7 +23,7 @@ from netweight.data.row_layouts import (
     with_shared_prompt,
     without_prompt,
 )
-from netweight.data.rows import Report, Row, RowErrors, Rows, Unusable, read_rows, warn
+from netweight.data.rows import DataRow, DataRows, Report, RowErrors, Unusable, read_rows, warn
 from netweight.errors import NameNotFound, UsageError
 
 
@@ -133,13 +133,13 @@ def visible_text(text: Text) -> str:
     return " ".join(" ".join(turns).split())
 
 
-def _layout(rows: Rows, columns: Mapping[str, str] | None) -> Layout:
+def _layout(rows: DataRows, columns: Mapping[str, str] | None) -> PromptColumns:
     """Return the layout of rows, by the names of their columns and by the conversations in them."""
     layout = layout_of(rows.columns, _given_columns(PARTS, columns))
     return with_shared_prompt(layout, rows.columns, (row.values for row in rows.rows))
 
 
-def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tuple[Text, Text, Text]:
+def _pair_of(values: Mapping[str, Any], layout: PromptColumns, *, implicit: bool) -> tuple[Text, Text, Text]:
     """Return the prompt and both answers of a row; the error of a row has all reasons."""
     readers: list[Callable[[], Text]] = [] if implicit else [lambda: layout.prompt(values)]
     for part in ("chosen", "rejected"):
@@ -162,7 +162,7 @@ def _pair_of(values: Mapping[str, Any], layout: Layout, *, implicit: bool) -> tu
     return prompt, chosen, rejected
 
 
-def _are_implicit(rows: Rows, layout: Layout) -> bool:
+def _are_implicit(rows: DataRows, layout: PromptColumns) -> bool:
     """Return whether no column can be the prompt: a misspelled one must not be taken for none."""
     own = {*layout.columns.values(), "category"}
     others = (value for row in rows.rows for name, value in row.values.items() if name not in own)
@@ -249,7 +249,7 @@ def text_examples(
     return examples
 
 
-def _rating(rows: Rows) -> str | None:
+def _rating(rows: DataRows) -> str | None:
     """Return the column that calls each row's answer desirable or not; None without one.
 
     Raises:
@@ -335,7 +335,7 @@ def withhold(texts: Sequence[_Given], names: Iterable[str]) -> tuple[list[_Given
     return remaining, withheld
 
 
-def categories(row: Row, errors: RowErrors) -> tuple[str, ...]:
+def categories(row: DataRow, errors: RowErrors) -> tuple[str, ...]:
     """Read a row's column "category": a name, a list of names, or names with true and false as in BeaverTails."""
     value = row.values.get("category")
     if value is None or value == "":
@@ -350,7 +350,7 @@ def categories(row: Row, errors: RowErrors) -> tuple[str, ...]:
     return ()
 
 
-def needed_text(rows: Rows, row: Row, column: str, errors: RowErrors) -> str | None:
+def needed_text(rows: DataRows, row: DataRow, column: str, errors: RowErrors) -> str | None:
     """Read a column that must be a string; `rows` is only there to be named."""
     try:
         value = text_of(row.values.get(column), column)
@@ -374,7 +374,7 @@ def _given_columns(names: Sequence[str], given: Mapping[str, str] | None) -> dic
 _TOKENS = ("input_ids", "prompt_ids", "chosen_ids", "rejected_ids")  # columns of rows without text
 
 
-def _need(rows: Rows, layout: Layout, parts: Iterable[str]) -> None:
+def _need(rows: DataRows, layout: PromptColumns, parts: Iterable[str]) -> None:
     """Refuse a source that lacks the column of a part; the cure is an option of commands, and Python's."""
     for part in parts:
         by = f"--columns {part}=NAME, or columns={{{{{part!r}: ...}}}} in Python"

@@ -14,7 +14,7 @@ from netweight.core.names import not_found
 from netweight.settings import Cli, Settings
 
 if TYPE_CHECKING:
-    from netweight.data.rows import Rows
+    from netweight.data.rows import DataRows
 
 HUB = "hub:"
 
@@ -73,11 +73,11 @@ class TextOptions(Settings):
             name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in self.template.items()
         }
 
-    def columns_in(self, rows: Rows) -> dict[str, str]:
+    def columns_in(self, rows: DataRows) -> dict[str, str]:
         """Return the given columns that a source has; a command reads several sources, and not all are alike."""
         return {part: column for part, column in self.columns.items() if column in rows.columns}
 
-    def reading(self, rows: Rows, report: Callable[[str], object]) -> dict[str, Any]:
+    def reading(self, rows: DataRows, report: Callable[[str], object]) -> dict[str, Any]:
         """Return what the readers of `data.text` take: columns, unusable rows, and who hears of them."""
         return {"columns": self.columns_in(rows), "unusable": self.unusable, "report": report}
 
@@ -85,7 +85,7 @@ class TextOptions(Settings):
         """Return what the tokenizing functions of `data.tokens` take: long and unusable rows, and who hears of them."""
         return {"too_long": self.too_long, "unusable": self.unusable, "report": report}
 
-    def check_columns(self, sources: Iterable[Rows]) -> None:
+    def check_columns(self, sources: Iterable[DataRows]) -> None:
         """Refuse a named column that no source has.
 
         Raises:

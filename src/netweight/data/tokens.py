@@ -53,7 +53,7 @@ class Example:
 
 @final
 @dataclass(frozen=True)
-class Pair:
+class AnswerPair:
     """One prompt and two answers."""
 
     prompt: tuple[int, ...]
@@ -180,7 +180,7 @@ def tokenized_pairs(
     too_long: TooLong = "refuse",
     unusable: Unusable = "refuse",
     report: Report = warn,
-) -> list[Pair]:
+) -> list[AnswerPair]:
     """Turn pairs of text into token ids.
 
     Args:
@@ -209,7 +209,7 @@ def tokenized_pairs(
             long_rows.add(text.where, f"both answers are the same within the context of {context} tokens")
     usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [
-        Pair(first[0], first[1], second[1])
+        AnswerPair(first[0], first[1], second[1])
         for keep, first, second in zip(usable, *sides, strict=True)
         if keep and first is not None and second is not None
     ]
@@ -478,7 +478,7 @@ def load_pairs(
     too_long: TooLong = "refuse",
     unusable: Unusable = "refuse",
     report: Report = warn,
-) -> list[Pair]:
+) -> list[AnswerPair]:
     """Read rows in any layout as token ids: `text_pairs` and then `tokenized_pairs`."""
     texts = text_pairs(source, columns=columns, unusable=unusable, report=report)
     return tokenized_pairs(
@@ -508,19 +508,19 @@ _PARTS = ("prompt", "chosen", "rejected")
 
 
 def any_pairs(
-    rows: Iterable[Pair | Mapping[str, Any]],
+    rows: Iterable[AnswerPair | Mapping[str, Any]],
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     context: int = 1 << 30,
-) -> list[Pair]:
+) -> list[AnswerPair]:
     """Take rows of a data set for pairs: of token ids as they are, of text, as TRL has it, by a tokenizer."""
     rows = list(rows)
-    if all(isinstance(row, Pair) for row in rows):
+    if all(isinstance(row, AnswerPair) for row in rows):
         return rows  # type: ignore[return-value]
     texts = [row for row in rows if isinstance(row, Mapping) and _is_text(row.get("chosen"))]
     if tokenizer is not None and texts:
         return load_pairs(rows, tokenizer, context=context)
-    return [row if isinstance(row, Pair) else _of_ids(row) for row in rows]
+    return [row if isinstance(row, AnswerPair) else _of_ids(row) for row in rows]
 
 
 def _is_text(value: Any) -> bool:
@@ -529,7 +529,7 @@ def _is_text(value: Any) -> bool:
     )
 
 
-def _of_ids(row: Mapping[str, Any]) -> Pair:
+def _of_ids(row: Mapping[str, Any]) -> AnswerPair:
     missing = [name for name in _PARTS if name not in row]
     if missing:
         raise UsageError(f"A row lacks {', '.join(missing)}.", cure="A row needs prompt, chosen and rejected.")
@@ -537,4 +537,4 @@ def _of_ids(row: Mapping[str, Any]) -> Pair:
     for name, value in zip(_PARTS, tokens, strict=True):
         if isinstance(value, str) or not all(isinstance(token, int) for token in value):
             raise UsageError(f"{name!r} of a row contains no token ids.", cure="Tokenize it, or pass a tokenizer.")
-    return Pair(*map(tuple, tokens))
+    return AnswerPair(*map(tuple, tokens))

@@ -43,7 +43,7 @@ _LANGUAGE = "**.self_attn.{q_proj,v_proj}"
 
 @final
 @dataclass(frozen=True, eq=False)
-class Subject:
+class AdapterSubject:
     """Subject that one adapter learns."""
 
     name: str
@@ -67,7 +67,7 @@ class Subject:
 
 def train_pictures(
     model: PipelineModel,
-    subjects: Sequence[Subject],
+    subjects: Sequence[AdapterSubject],
     recipe: AdapterRecipe = AdapterRecipe(),
     *,
     layers: Select | str | tuple[str, ...] = ATTENTION,

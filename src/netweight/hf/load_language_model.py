@@ -314,7 +314,7 @@ _MOST_INPUTS = 2
 
 @final
 @dataclass(frozen=True)
-class Structure:
+class DecoderStructure:
     """A decoder's parts by the names that they have in the model that was searched."""
 
     blocks: Mapping[str, nn.Module]
@@ -335,7 +335,7 @@ class Structure:
     """Number of logits."""
 
 
-def structure_of(model: nn.Module) -> Structure:
+def structure_of(model: nn.Module) -> DecoderStructure:
     """Find a decoder's parts."""
     if any(getattr(getattr(module, "config", None), "is_encoder_decoder", False) for module in model.modules()):
         raise Unsupported(f"{type(model).__name__} has an encoder beside its decoder.", cure=_CURE)
@@ -345,7 +345,7 @@ def structure_of(model: nn.Module) -> Structure:
     path, feed_forwards = _stack(model, hidden)
     stack = model.get_submodule(path)
     norm = _final_norm(model, path, hidden)
-    return Structure(
+    return DecoderStructure(
         blocks={f"{path}.{name}": block for name, block in stack.named_children()},
         feed_forwards={name: model.get_submodule(name) for name in feed_forwards},
         norm=norm,

@@ -42,12 +42,12 @@ class ModelModules:
     """Parameters whose memory is also another parameter's, such as the head's and the embedding's → that other."""
     attentions: frozenset[str]
     """Modules of torch's `MultiheadAttention`, whose parts peft names otherwise than the model."""
-    conversions: Mapping[str, Checkpoint]
+    conversions: Mapping[str, CheckpointMapping]
     """Component (or nothing) → how its files' names become parameters."""
 
 
 @final
-class Checkpoint:
+class CheckpointMapping:
     """Mapping of the tensors in a model's files to parameters of transformers."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -148,7 +148,7 @@ def model_modules(path: Path) -> ModelModules | None:
         for names in shared.values():
             tied |= {name: names[name == names[0]] for name in names if len(names) > 1}
         if hasattr(model, "base_model_prefix"):
-            conversions[component] = Checkpoint(model)
+            conversions[component] = CheckpointMapping(model)
     return ModelModules(shapes, frozenset(transposed), frozenset(embeddings), parameters, packed, tied,
                         frozenset(attentions), conversions)  # fmt: skip
 

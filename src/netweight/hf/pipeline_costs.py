@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core import quantities
-from netweight.registry import Result, Rows
+from netweight.registry import PrintedTable, Result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -108,7 +108,9 @@ class CostPlan:
             for stage, seconds in zip(self.stages, self.seconds, strict=True)
         ]  # fmt: skip
         least = "at least " if any(stage.more for stage in self.stages) else "about "
-        lines: list[str | Rows] = [Rows(("step", "predictions", "with gradients", "pictures", "time"), rows)]
+        lines: list[str | PrintedTable] = [
+            PrintedTable(("step", "predictions", "with gradients", "pictures", "time"), rows)
+        ]
         lines.append(f"Nothing was done. All steps together take {least}{duration(self.total)} on this machine.")
         if self.memory is not None:
             lines.append(f"The most memory at once is about {quantities.size(self.memory)}.")
@@ -137,7 +139,7 @@ def measured_plan(
     stages: Sequence[Stage],
     *,
     rows: int = 16,
-    descent: Descent | None = None,
+    descent: PlannedDescent | None = None,
     models: int = 1,
 ) -> CostPlan:
     """Measure one of each kind on a pipeline, and plan stages by it.
@@ -207,7 +209,7 @@ def measured_plan(
 
 @final
 @dataclass(frozen=True)
-class Descent:
+class PlannedDescent:
     """A descent on gradients, for the plan of its memory."""
 
     rows: int
@@ -221,7 +223,7 @@ class Descent:
 
 
 def _descended(
-    model: PipelineModel, descent: Descent, latents: Tensor, step: Tensor, text: Text
+    model: PipelineModel, descent: PlannedDescent, latents: Tensor, step: Tensor, text: Text
 ) -> tuple[float, int | None]:
     """Seconds of a latent forwards and backwards, and the bytes of memory that the whole work needs beside."""
     from netweight.nn.text_to_image import recomputed

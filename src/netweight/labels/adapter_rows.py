@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, final
 from netweight.core.progress import QUIET, Progress
 from netweight.core.quantities import many, percent
 from netweight.errors import NetweightError
-from netweight.labels.identify_subject import Subject
-from netweight.labels.label import Group, Row
+from netweight.labels.identify_subject import LabelSubject
+from netweight.labels.label import Row, RowGroup
 
 if TYPE_CHECKING:
     from netweight.nn.lora import LowRank
@@ -132,11 +132,11 @@ def _pairs_of(group: Sequence[tuple[str, Mapping[str, LowRank], float]]) -> Iter
 
 
 def adapter_group(
-    subject: Subject,
+    subject: LabelSubject,
     facts: Sequence[AdapterFacts],
     failed: Mapping[Path, NetweightError],
     pairs: Sequence[tuple[str, str, float]],
-) -> Group:
+) -> RowGroup:
     """Return the rows about adapters.
 
     Args:
@@ -153,7 +153,7 @@ def adapter_group(
     else:
         reason = str(next(iter(failed.values()), "no adapter was recognized"))
         rows = [Row(key="adapter", title="Adapter", value="could not be read", state="warning", basis=reason)]
-    return Group(title="Adapter" if total == 1 else "Adapters", anchor="adapters", rows=tuple(rows),
+    return RowGroup(title="Adapter" if total == 1 else "Adapters", anchor="adapters", rows=tuple(rows),
                  basis=f"{len(facts):,} of {many(total, 'adapter')} read")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from netweight.codec import ChunkEncoder
 from netweight.core.progress import QUIET, Progress
 from netweight.core.quantities import many, percent, size
 from netweight.core.threads import in_order
-from netweight.labels.label import Group, LayerChange, Row
+from netweight.labels.label import LayerChange, Row, RowGroup
 from netweight.store.reader import StoredFile
 
 _PIECE = 1 << 20
@@ -117,7 +117,7 @@ def compare_with_base(
     )  # fmt: skip
 
 
-def base_group(facts: BaseFacts, name: str) -> Group:
+def base_group(facts: BaseFacts, name: str) -> RowGroup:
     """Return the rows about what changed against a base.
 
     Args:
@@ -165,7 +165,7 @@ def base_group(facts: BaseFacts, name: str) -> Group:
             strong=True, basis="no tensor has the name, type and shape of one of the base",
         ))  # fmt: skip
     total = len(compared) + len(facts.added) + len(facts.reshaped)
-    return Group(title=f"Against {name}", anchor="against", rows=tuple(rows),
+    return RowGroup(title=f"Against {name}", anchor="against", rows=tuple(rows),
                  basis=f"{len(compared):,} of {many(total, 'tensor')} compared")  # fmt: skip
 
 

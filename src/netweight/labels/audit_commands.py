@@ -18,9 +18,9 @@ from netweight.core.progress import Progress
 from netweight.core.quantities import many, percent
 from netweight.errors import UsageError
 from netweight.labels.audit_process import AuditEnd, run_apart
-from netweight.labels.identify_subject import Kind, Subject, title_of
+from netweight.labels.identify_subject import Kind, LabelSubject, title_of
 from netweight.labels.ingredients import chat_template
-from netweight.labels.label import Group, Row
+from netweight.labels.label import Row, RowGroup
 from netweight.registry import command
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import Verdict, decide, mark_of
@@ -184,7 +184,7 @@ AUDITS: tuple[LabelAudit, ...] = (
 
 @final
 @dataclass(frozen=True)
-class AuditResults:
+class LabelAudits:
     """The audits' additions to a label."""
 
     rows: tuple[Row, ...] = ()
@@ -215,7 +215,7 @@ class Request:
     """Folder of the audits' intermediate results, from which a second call continues."""
 
 
-def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -> list[LabelAudit]:
+def planned(subject: LabelSubject, given: Mapping[str, str], minutes: float | None) -> list[LabelAudit]:
     """Return the audits that are made of a subject with the rows that were given, in their order.
 
     Args:
@@ -265,8 +265,8 @@ def planned(subject: Subject, given: Mapping[str, str], minutes: float | None) -
 
 
 def run_audits(
-    subject: Subject, audits: Sequence[LabelAudit], request: Request, *, progress: Progress
-) -> AuditResults:  # fmt: skip
+    subject: LabelSubject, audits: Sequence[LabelAudit], request: Request, *, progress: Progress
+) -> LabelAudits:  # fmt: skip
     """Run audits one after another until the time is over.
 
     Args:
@@ -297,10 +297,10 @@ def run_audits(
         made, new_sections = _rows_of(audit, end, request)
         rows += made
         sections += new_sections
-    return AuditResults(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
+    return LabelAudits(tuple(rows), tuple(sections), frozenset(settings), request.minutes)
 
 
-def _settings(audit: LabelAudit, subject: Subject, request: Request) -> dict[str, Any]:
+def _settings(audit: LabelAudit, subject: LabelSubject, request: Request) -> dict[str, Any]:
     handed: dict[str, Any] = {
         name: request.inputs[name] for name in (*audit.needs, *audit.takes) if name in request.inputs
     }
@@ -320,7 +320,7 @@ def _rows_of(audit: LabelAudit, end: AuditEnd, request: Request) -> tuple[list[R
     return [row], [Section(audit.title, [Finding(audit.title.lower(), None, target=True, detail={"reason": reason})])]
 
 
-def audit_groups(audited: AuditResults) -> Iterator[Group]:
+def audit_groups(audited: LabelAudits) -> Iterator[RowGroup]:
     """Yield the groups of what audits found, and of the verdict on it.
 
     Args:
@@ -328,12 +328,12 @@ def audit_groups(audited: AuditResults) -> Iterator[Group]:
     """
     basis = f"audits within {audited.minutes:g} minutes"
     if audited.rows:
-        yield Group(title="Behavior", anchor="behavior", rows=audited.rows, basis=basis)
+        yield RowGroup(title="Behavior", anchor="behavior", rows=audited.rows, basis=basis)
     if verdict := audited.verdict:
         yield verdict_group(verdict)
 
 
-def verdict_group(verdict: Verdict) -> Group:
+def verdict_group(verdict: Verdict) -> RowGroup:
     """Return the group of a verdict.
 
     Args:
@@ -343,4 +343,4 @@ def verdict_group(verdict: Verdict) -> Group:
         key="verdict", title="Verdict", value=verdict.publish, strong=True, detail=verdict.to_json(),
         state="measured" if verdict.outcome == "passed" else "warning",
     )  # fmt: skip
-    return Group(title="Verdict", anchor="verdict", rows=(row,))
+    return RowGroup(title="Verdict", anchor="verdict", rows=(row,))

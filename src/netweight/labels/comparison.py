@@ -10,7 +10,7 @@ from netweight.labels.label import Label, Row
 
 @final
 @dataclass(frozen=True)
-class Pair:
+class RowPair:
     """One row of two labels."""
 
     group: str
@@ -28,7 +28,7 @@ class Pair:
         return self.first is None or self.second is None or self.first.value != self.second.value
 
 
-def pairs(first: Label, second: Label) -> list[Pair]:
+def pairs(first: Label, second: Label) -> list[RowPair]:
     """Return the rows of two labels side by side, in the order of the first; rows of the second alone come after.
 
     Args:
@@ -40,8 +40,8 @@ def pairs(first: Label, second: Label) -> list[Pair]:
     for group in first.groups:
         for row in group.rows:
             other = others.pop(row.key, None)
-            result.append(Pair(group.title, row.title, row, other[1] if other else None))
-    result += [Pair(title, row.title, None, row) for title, row in others.values()]
+            result.append(RowPair(group.title, row.title, row, other[1] if other else None))
+    result += [RowPair(title, row.title, None, row) for title, row in others.values()]
     return result
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from netweight.core.quantities import many, percent
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.labels.audit_commands import verdict_group
-from netweight.labels.identify_subject import Subject, canonical
-from netweight.labels.label import Group, Row
+from netweight.labels.identify_subject import LabelSubject, canonical
+from netweight.labels.label import Row, RowGroup
 from netweight.report.finding import Finding, Section
 from netweight.report.report import read_report
 from netweight.report.verdict import decide, mark_of
@@ -25,7 +25,7 @@ _OPTION = "--minutes"
 _NAMED = "Clients left out or suspicious"  # the table of a report that names clients
 
 
-def federation_groups(subject: Subject) -> list[Group]:
+def federation_groups(subject: LabelSubject) -> list[RowGroup]:
     """Return the rows about a federation, and the verdict of its report.
 
     Args:
@@ -42,13 +42,13 @@ def federation_groups(subject: Subject) -> list[Group]:
         *_client_rows(subject, sections),
     ]
     basis = "the run's history" if "rounds" in subject.config and _is_history(subject) else "the run's plan"
-    groups = [Group(
+    groups = [RowGroup(
         title="What a server sees", anchor="federation", rows=tuple(rows), basis=f"{basis} and report",
     )]  # fmt: skip
     return [*groups, verdict_group(decide(sections))] if sections else groups
 
 
-def _is_history(subject: Subject) -> bool:
+def _is_history(subject: LabelSubject) -> bool:
     return isinstance(subject.config.get("rounds"), list)
 
 
@@ -61,7 +61,7 @@ def _sections_of(file: Path) -> Sequence[Section]:
         raise CorruptBlob(f"{file} cannot be read: {error}", cure=f"Write it again: {_AUDIT} {file.parent}.") from None
 
 
-def _plan_rows(subject: Subject) -> Iterator[Row]:
+def _plan_rows(subject: LabelSubject) -> Iterator[Row]:
     plan = subject.config
     yield Row(key="method", title="Method", value=canonical(plan.get("method", "not stated")))
     if _is_history(subject):
@@ -87,7 +87,7 @@ def _accuracy_rows(sections: Sequence[Section]) -> Iterator[Row]:
             )  # fmt: skip
 
 
-def _shows_privacy(subject: Subject, sections: Sequence[Section]) -> bool:
+def _shows_privacy(subject: LabelSubject, sections: Sequence[Section]) -> bool:
     """Return whether a report would show noise: one of a Flower server's history alone does not."""
     return bool(sections) and (not _is_history(subject) or bool(_findings(sections, "gradient recovered, ")))
 
@@ -173,7 +173,7 @@ def _text_rows(texts: list[Finding]) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _client_rows(subject: Subject, sections: Sequence[Section]) -> Iterator[Row]:
+def _client_rows(subject: LabelSubject, sections: Sequence[Section]) -> Iterator[Row]:
     """Clients that rounds left out or named as suspicious."""
     if not sections and not _is_history(subject):
         yield Row(key="named", title=_NAMED, value=_OPTION, state="not measured")

@@ -44,7 +44,7 @@ _FOREIGN_NAMES = {
 
 @final
 @dataclass(frozen=True)
-class Subject:
+class LabelSubject:
     """Subject of a label."""
 
     path: Path
@@ -79,7 +79,7 @@ class Subject:
         return "".join(letter if letter.isprintable() else "�" for letter in name)
 
 
-def identify(path: str | Path) -> Subject:
+def identify(path: str | Path) -> LabelSubject:
     """Return what a path holds.
 
     Args:
@@ -144,17 +144,17 @@ def is_adapter_file(file: Path) -> bool:
     return bool(names) and 2 * of_adapter > len(names)
 
 
-def _identify_file(file: Path) -> Subject:
+def _identify_file(file: Path) -> LabelSubject:
     if file.suffix == ".safetensors":
         kind: Kind = "adapter" if is_adapter_file(file) else "weights"
-        return Subject(file, kind, weights=(file,), adapters=(file,) if kind == "adapter" else ())
+        return LabelSubject(file, kind, weights=(file,), adapters=(file,) if kind == "adapter" else ())
     with file.open("rb") as opened:
         start = opened.read(64)
     for mark, (what, cure) in _FOREIGN_STARTS.items():
         if start.startswith(mark):
             raise Unsupported(f"{file} is {what}. netweight label does not read such files.", cure=cure)
     if is_pickle(start) or _is_torch_archive(file):
-        return Subject(file, "weights", pickles=(file,))
+        return LabelSubject(file, "weights", pickles=(file,))
     if file.suffix in _FOREIGN_NAMES:
         raise Unsupported(
             f"{file} is {_FOREIGN_NAMES[file.suffix]}. netweight label does not read such files.",
@@ -169,7 +169,7 @@ def _identify_file(file: Path) -> Subject:
             f"{file} contains no weights: it is neither a safetensors file nor a PyTorch checkpoint.",
             cure="Give a .safetensors file, a .bin, .pt, .pth or .ckpt file, or a model's folder.",
         ) from None
-    return Subject(file, "adapter" if is_adapter_file(file) else "weights", weights=(file,))
+    return LabelSubject(file, "adapter" if is_adapter_file(file) else "weights", weights=(file,))
 
 
 def _is_torch_archive(file: Path) -> bool:
@@ -179,19 +179,19 @@ def _is_torch_archive(file: Path) -> bool:
         return any(name.endswith("data.pkl") for name in archive.namelist())
 
 
-def _identify_folder(folder: Path) -> Subject:
+def _identify_folder(folder: Path) -> LabelSubject:
     if (folder / "federation.json").is_file():
-        return Subject(folder, "federation", config=read_config(folder / "federation.json"))
+        return LabelSubject(folder, "federation", config=read_config(folder / "federation.json"))
     # The server of a Flower run writes this file.
     history = folder / "history.json"
     if history.is_file():
         rounds = read_config(history, limit=_MOST_HISTORY, most=None)
         if isinstance(rounds.get("rounds"), list):
-            return Subject(folder, "federation", config=rounds)
+            return LabelSubject(folder, "federation", config=rounds)
     if (folder / "model_index.json").is_file():
         files, pickles, copies = _weights_of(folder, deep=True)
         config = read_config(folder / "model_index.json")
-        return Subject(folder, "pipeline", tuple(files), tuple(pickles), tuple(copies), config)
+        return LabelSubject(folder, "pipeline", tuple(files), tuple(pickles), tuple(copies), config)
     if (folder / "adapter_config.json").is_file():
         files, pickles, copies = _weights_of(folder)
         config = read_config(folder / "adapter_config.json")
@@ -199,7 +199,7 @@ def _identify_folder(folder: Path) -> Subject:
             raise UsageError(
                 f"{folder} contains an adapter_config.json but no weights.", cure="Fetch the adapter's weights as well."
             )
-        return Subject(folder, "adapter", tuple(files), tuple(pickles), tuple(copies), config, (folder,))
+        return LabelSubject(folder, "adapter", tuple(files), tuple(pickles), tuple(copies), config, (folder,))
     config = read_config(folder / "config.json")
     files, pickles, copies = _weights_of(folder)
     if config and (files or pickles):
@@ -207,14 +207,14 @@ def _identify_folder(folder: Path) -> Subject:
         heads = heads if isinstance(heads, list) else [heads]
         causal = any("CausalLM" in str(head) or "ConditionalGeneration" in str(head) for head in heads)
         kind: Kind = "language model" if causal else "model"
-        return Subject(folder, kind, tuple(files), tuple(pickles), tuple(copies), config)
+        return LabelSubject(folder, kind, tuple(files), tuple(pickles), tuple(copies), config)
     adapters = _adapters_of(folder)
     if len(adapters) == 1 and len(files) == 1 and not pickles:
-        return Subject(folder, "adapter", tuple(files), adapters=tuple(adapters))
+        return LabelSubject(folder, "adapter", tuple(files), adapters=tuple(adapters))
     if adapters:
-        return Subject(folder, "adapters", adapters=tuple(adapters))
+        return LabelSubject(folder, "adapters", adapters=tuple(adapters))
     if files or pickles:
-        return Subject(folder, "weights", tuple(files), tuple(pickles), tuple(copies), config)
+        return LabelSubject(folder, "weights", tuple(files), tuple(pickles), tuple(copies), config)
     raise _no_weights(folder, config)
 
 
@@ -324,7 +324,7 @@ def _adapters_of(folder: Path, above: frozenset[Path] = frozenset()) -> list[Pat
     return folders
 
 
-def title_of(subject: Subject) -> str:
+def title_of(subject: LabelSubject) -> str:
     """Return the kind in words, with the class that the configuration names.
 
     Args:

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from netweight.core.quantities import count, many, size
-from netweight.labels.identify_subject import Subject, canonical, read_config
-from netweight.labels.label import Group, Row
+from netweight.labels.identify_subject import LabelSubject, canonical, read_config
+from netweight.labels.label import Row, RowGroup
 from netweight.labels.weights import WeightFacts
 from netweight.store.safetensors import is_pickle
 
@@ -45,7 +45,7 @@ _KERAS = (".h5", ".hdf5", ".keras")  # their Lambda layers hold code
 _TEMPLATE_ESCAPES = re.compile(r"__\w+__|\.mro\b|\bimport\b|\bpopen\b|\bsubclasses\b|\bcycler\b|\blipsum\b")
 
 
-def ingredient_group(subject: Subject, facts: WeightFacts) -> Group:
+def ingredient_group(subject: LabelSubject, facts: WeightFacts) -> RowGroup:
     """Return the rows about what the files are made of.
 
     Args:
@@ -61,10 +61,12 @@ def ingredient_group(subject: Subject, facts: WeightFacts) -> Group:
         *_tokenizer_rows(subject, facts),
         *code_rows(subject),
     ]
-    return Group(title="Ingredients", anchor="ingredients", rows=tuple(rows), basis="configuration files and headers")
+    return RowGroup(
+        title="Ingredients", anchor="ingredients", rows=tuple(rows), basis="configuration files and headers"
+    )
 
 
-def architecture(subject: Subject) -> str:
+def architecture(subject: LabelSubject) -> str:
     """Return the name of the model's class or family, or that nothing names one.
 
     Args:
@@ -93,7 +95,7 @@ def _parameter_rows(facts: WeightFacts) -> list[Row]:
     ]  # fmt: skip
 
 
-def _part_rows(subject: Subject) -> list[Row]:
+def _part_rows(subject: LabelSubject) -> list[Row]:
     if subject.kind != "pipeline":
         return []
     parts = {
@@ -125,7 +127,7 @@ def quantization_of(config: dict[str, Any]) -> str | None:
     return None
 
 
-def _quantization_rows(subject: Subject, facts: WeightFacts) -> list[Row]:
+def _quantization_rows(subject: LabelSubject, facts: WeightFacts) -> list[Row]:
     configs = [subject.config] if subject.kind != "pipeline" else [
         read_config(file) for file in sorted(subject.folder.glob("*/config.json"))
     ]  # fmt: skip
@@ -183,7 +185,7 @@ def license_of(folder: Path) -> tuple[str, str]:
     return "", "neither README.md nor a LICENSE file states one"
 
 
-def _origin_rows(subject: Subject) -> list[Row]:
+def _origin_rows(subject: LabelSubject) -> list[Row]:
     folder, config = subject.folder, subject.config
     inside = subject.path.is_dir()
     stated, where = license_of(folder) if inside else ("", "a single file contains no license")
@@ -196,7 +198,7 @@ def _origin_rows(subject: Subject) -> list[Row]:
     return rows
 
 
-def _tokenizer_rows(subject: Subject, facts: WeightFacts) -> list[Row]:
+def _tokenizer_rows(subject: LabelSubject, facts: WeightFacts) -> list[Row]:
     if subject.kind != "language model":
         return []
     ids = token_ids(subject.folder)
@@ -270,7 +272,7 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def embedding_rows(subject: Subject, facts: WeightFacts) -> int:
+def embedding_rows(subject: LabelSubject, facts: WeightFacts) -> int:
     """Return how many rows the embedding of tokens has; 0 if no tensor is recognized as one.
 
     Args:
@@ -284,7 +286,7 @@ def embedding_rows(subject: Subject, facts: WeightFacts) -> int:
     return max(rows, default=size if isinstance(size, int) else 0)
 
 
-def code_rows(subject: Subject) -> list[Row]:
+def code_rows(subject: LabelSubject) -> list[Row]:
     """Return the rows about files that run code when the model is opened.
 
     Args:
@@ -322,7 +324,7 @@ def code_rows(subject: Subject) -> list[Row]:
     return rows
 
 
-def remote_code(subject: Subject, files: Sequence[Path]) -> list[str]:
+def remote_code(subject: LabelSubject, files: Sequence[Path]) -> list[str]:
     """Return the classes that configurations ask to be imported from the model's own files.
 
     Args:
@@ -413,7 +415,7 @@ def chat_template(folder: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def _template_rows(subject: Subject, files: Sequence[Path]) -> list[Row]:
+def _template_rows(subject: LabelSubject, files: Sequence[Path]) -> list[Row]:
     if not subject.path.is_dir():
         return []
     template = chat_template(subject.folder)

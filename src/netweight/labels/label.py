@@ -20,12 +20,12 @@ SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 FORMAT = 1  # version of `label.json`
 
 
-class _Part(pydantic.BaseModel):
+class _LabelPart(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 @final
-class Row(_Part):
+class Row(_LabelPart):
     """One line of a label."""
 
     key: str
@@ -52,7 +52,7 @@ class Row(_Part):
 
 
 @final
-class Group(_Part):
+class RowGroup(_LabelPart):
     """Rows about one subject, such as the weights or the files."""
 
     title: str
@@ -66,7 +66,7 @@ class Group(_Part):
 
 
 @final
-class LayerChange(_Part):
+class LayerChange(_LabelPart):
     """Change of one layer against the base."""
 
     layer: str
@@ -76,7 +76,7 @@ class LayerChange(_Part):
 
 
 @final
-class Label(_Part):
+class Label(_LabelPart):
     """Label of a model's files, in groups of rows; made by `netweight.label`."""
 
     format: int = FORMAT
@@ -85,7 +85,7 @@ class Label(_Part):
     """Name of the model: its folder or file, without the path."""
     kind: str
     """Kind of the files, such as "language model (Qwen2ForCausalLM)"."""
-    groups: tuple[Group, ...]
+    groups: tuple[RowGroup, ...]
     """The rows, by subject."""
     layers: tuple[LayerChange, ...] = ()
     """Change of every layer against `--base`, in the order of the file; empty without a base."""

@@ -18,11 +18,11 @@ from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.labels.adapter_rows import adapter_group, measure_adapters
 from netweight.labels.against import base_group, compare_with_base
-from netweight.labels.audit_commands import AUDITS, AuditResults, Request, audit_groups, planned, run_audits
+from netweight.labels.audit_commands import AUDITS, LabelAudits, Request, audit_groups, planned, run_audits
 from netweight.labels.federation_rows import federation_groups
-from netweight.labels.identify_subject import Subject, identify, title_of
+from netweight.labels.identify_subject import LabelSubject, identify, title_of
 from netweight.labels.ingredients import ingredient_group
-from netweight.labels.label import Group, Label, LayerChange, Row
+from netweight.labels.label import Label, LayerChange, Row, RowGroup
 from netweight.labels.speech import speech_group
 from netweight.labels.weight_rows import bits_group, weight_group
 from netweight.labels.weights import measure_weights
@@ -75,7 +75,7 @@ def label(
     given = {name: str(value) for name, value in {**rows, "base": base}.items() if value is not None}
     audits = planned(subject, given, minutes)
     workers = threads or os.cpu_count() or 1
-    groups: list[Group] = []
+    groups: list[RowGroup] = []
     layers: tuple[LayerChange, ...] = ()
     digest = ""
     if subject.weights or subject.pickles:
@@ -86,7 +86,7 @@ def label(
         groups.append(speech_group(subject))
     if subject.adapters:
         groups.append(adapter_group(subject, *measure_adapters(subject.adapters, progress=progress)))
-    audited = AuditResults()
+    audited = LabelAudits()
     if audits and minutes is not None:
         folder = Path(out) if out is not None else Path(f"{file_name(subject.name)}-label") / "audits"
         audited = run_audits(subject, audits, Request(minutes, given, folder), progress=progress)
@@ -108,7 +108,7 @@ def label(
         layers = comparison.layers
     if missing := not_measured(subject, base=base is not None, audited=audited.keys):
         basis = "netweight label measures these with the options beside them"
-        groups.append(Group(title="Not measured", anchor="not-measured", rows=tuple(missing), basis=basis))
+        groups.append(RowGroup(title="Not measured", anchor="not-measured", rows=tuple(missing), basis=basis))
     return Label(
         name=subject.name, kind=title_of(subject), groups=tuple(groups), layers=layers, digest=digest,
         made_with=f"netweight {netweight_version()}", created=datetime.date.today().isoformat(),
@@ -124,7 +124,7 @@ def file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
-def not_measured(subject: Subject, *, base: bool, audited: Container[str] = ()) -> list[Row]:
+def not_measured(subject: LabelSubject, *, base: bool, audited: Container[str] = ()) -> list[Row]:
     """Return the rows about what could be measured of such an input and was not, with the options that measure it.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from html import escape
 
 from netweight.core.quantities import percent
-from netweight.labels.label import Group, Label, Row
+from netweight.labels.label import Label, Row, RowGroup
 
 WIDTH = 480
 _MARGIN = 18
@@ -114,7 +114,7 @@ def _footer(label: Label) -> str:
     return text
 
 
-def _draw_group(sheet: _Sheet, group: Group, *, first: bool) -> None:
+def _draw_group(sheet: _Sheet, group: RowGroup, *, first: bool) -> None:
     sheet.rule(9 if first else 4, above=7)
     if not first:
         sheet.paragraph(group.title, size=14, bold=True)
@@ -150,7 +150,7 @@ def _draw_row(sheet: _Sheet, row: Row, *, large: bool) -> None:
         sheet.paragraph(row.basis, size=10.5, kind="small", indent=indent + 10)
 
 
-def _draw_scale(sheet: _Sheet, group: Group) -> None:
+def _draw_scale(sheet: _Sheet, group: RowGroup) -> None:
     """A bar as long as the gross weight, of which the part of the net weight is filled, and its key."""
     weights = {row.key: row.number for row in group.rows}
     gross, net = weights.get("gross_weight"), weights.get("net_weight")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from netweight.core.quantities import many
-from netweight.labels.identify_subject import Subject, canonical, read_config
+from netweight.labels.identify_subject import LabelSubject, canonical, read_config
 from netweight.labels.ingredients import added_tokens, chat_template
-from netweight.labels.label import Group, Row
+from netweight.labels.label import Row, RowGroup
 
 
-def speech_group(subject: Subject) -> Group:
+def speech_group(subject: LabelSubject) -> RowGroup:
     """Return the rows about how a language model speaks, without running it.
 
     Args:
@@ -22,10 +22,10 @@ def speech_group(subject: Subject) -> Group:
         _ends_row(subject),
         *_context_rows(subject.config),
     ]
-    return Group(title="Conversation", anchor="speech", rows=tuple(rows), basis="configuration files")
+    return RowGroup(title="Conversation", anchor="speech", rows=tuple(rows), basis="configuration files")
 
 
-def end_tokens(subject: Subject) -> list[int]:
+def end_tokens(subject: LabelSubject) -> list[int]:
     """Return the ids of the tokens that end an answer, from `generation_config.json`, else from `config.json`.
 
     Args:
@@ -58,7 +58,7 @@ def _template_row(template: str | None) -> Row:
     return Row(key="chat_template", title="Chat template", value=value, basis=f"{len(template):,} characters")
 
 
-def _ends_row(subject: Subject) -> Row:
+def _ends_row(subject: LabelSubject) -> Row:
     ends = end_tokens(subject)
     if not ends:
         return Row(key="end_tokens", title="Tokens that end an answer", value="not stated", state="warning")
@@ -70,7 +70,7 @@ def _ends_row(subject: Subject) -> Row:
     )  # fmt: skip
 
 
-def _token_names(subject: Subject) -> dict[int, str]:
+def _token_names(subject: LabelSubject) -> dict[int, str]:
     decoder = read_config(subject.folder / "tokenizer_config.json").get("added_tokens_decoder")
     names: dict[int, str] = {}
     for number, token in (decoder if isinstance(decoder, dict) else {}).items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from netweight.labels.label import Group, Label, Row
+from netweight.labels.label import Label, Row, RowGroup
 
 WIDTH = 60
 _MARKS = {"measured": " ", "warning": "!", "not measured": "?"}
@@ -37,7 +37,7 @@ def lines(label: Label, *, width: int = WIDTH) -> Iterator[str]:
         yield click.style(line, dim=True)
 
 
-def _group(group: Group, width: int) -> Iterator[str]:
+def _group(group: RowGroup, width: int) -> Iterator[str]:
     yield click.style(group.title, bold=True)
     if group.basis:
         yield from (click.style(line, dim=True) for line in textwrap.wrap(group.basis, width))

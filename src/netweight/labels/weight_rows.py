@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from netweight.core.quantities import count, many, percent, size
-from netweight.labels.identify_subject import Subject
-from netweight.labels.label import Group, Row
+from netweight.labels.identify_subject import LabelSubject
+from netweight.labels.label import Row, RowGroup
 from netweight.labels.weights import TensorFacts, WeightFacts
 
 _SHOWN = 3  # names that are listed in a row
@@ -14,7 +14,7 @@ _SHOWN = 3  # names that are listed in a row
 _LEAST_SHARE = 0.01
 
 
-def weight_group(subject: Subject, facts: WeightFacts) -> Group:
+def weight_group(subject: LabelSubject, facts: WeightFacts) -> RowGroup:
     """Return the rows about size.
 
     Args:
@@ -48,7 +48,7 @@ def weight_group(subject: Subject, facts: WeightFacts) -> Group:
             basis="counted, not read: variants and pickles of the same weights",
             detail={"files": [file.name for file in subject.copies]},
         ))  # fmt: skip
-    return Group(title="Weight", anchor="weight", rows=tuple(rows), basis=coverage(facts))
+    return RowGroup(title="Weight", anchor="weight", rows=tuple(rows), basis=coverage(facts))
 
 
 def coverage(facts: WeightFacts) -> str:
@@ -61,7 +61,7 @@ def coverage(facts: WeightFacts) -> str:
     return f"all {many(len(facts.tensors), 'tensor')}, {count(numbers)} {'number' if numbers == 1 else 'numbers'}"
 
 
-def bits_group(facts: WeightFacts) -> Group:
+def bits_group(facts: WeightFacts) -> RowGroup:
     """Return the rows about where the bits go and what could be left out.
 
     Args:
@@ -84,7 +84,7 @@ def bits_group(facts: WeightFacts) -> Group:
     rows += _duplicate_rows(facts)
     rows += _row_rows(facts)
     rows += _not_finite_rows(facts)
-    return Group(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
+    return RowGroup(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
 
 
 def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], nbytes: int, gross: int) -> list[Row]:

@@ -40,7 +40,7 @@ _NARROWER = {"F32": (("BF16", 16, None), ("F16", 13, np.float16)), "F64": (("F32
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
-class TensorSource(Protocol):
+class ReadableTensor(Protocol):
     """A tensor whose bytes can be read in parts."""
 
     name: str
@@ -213,7 +213,7 @@ def measure_weights(
         UsageError: There are no tensors.
     """
     with ExitStack() as stack:
-        sources: list[TensorSource] = []
+        sources: list[ReadableTensor] = []
         overhead = 0
         for file in files:
             opened = stack.enter_context(closing(StoredFile(file, base=base)))
@@ -235,7 +235,7 @@ def _listed(files: Sequence[Path]) -> str:
     return ", ".join(str(file) for file in files) or "The path"
 
 
-def _stored_tensors(opened: StoredFile) -> Iterator[TensorSource]:
+def _stored_tensors(opened: StoredFile) -> Iterator[ReadableTensor]:
     for name in opened.names():
         info = opened.info(name)
         yield _StoredTensor(
@@ -243,7 +243,7 @@ def _stored_tensors(opened: StoredFile) -> Iterator[TensorSource]:
         )
 
 
-def _pickled_tensors(file: Path) -> Iterator[TensorSource]:
+def _pickled_tensors(file: Path) -> Iterator[ReadableTensor]:
     import torch
 
     from netweight.codec.header import content_of
@@ -323,21 +323,21 @@ class _PieceFacts:
 
 
 @dataclass
-class _Piece:
-    source: TensorSource
+class _MeasuredPiece:
+    source: ReadableTensor
     encoder: codec.ChunkEncoder | None
     start: int
     stop: int
     sampled: bool
 
 
-def _measured(sources: Sequence[TensorSource], threads: int, advance: Any) -> Iterator[TensorFacts]:
+def _measured(sources: Sequence[ReadableTensor], threads: int, advance: Any) -> Iterator[TensorFacts]:
     done = in_order(_look, _pieces(sources), threads)
     for source in sources:
         yield _gathered(source, done, advance)
 
 
-def _pieces(sources: Sequence[TensorSource]) -> Iterator[_Piece]:
+def _pieces(sources: Sequence[ReadableTensor]) -> Iterator[_MeasuredPiece]:
     number = 0
     for source in sources:
         encoder = _encoder(source)
@@ -345,10 +345,10 @@ def _pieces(sources: Sequence[TensorSource]) -> Iterator[_Piece]:
         for start in range(0, source.nbytes, step) or (0,):
             sampled = start == 0 or number % _SAMPLED_ONE_IN == 0
             number += 1
-            yield _Piece(source, encoder, start, min(start + step, source.nbytes), sampled)
+            yield _MeasuredPiece(source, encoder, start, min(start + step, source.nbytes), sampled)
 
 
-def _encoder(source: TensorSource) -> codec.ChunkEncoder | None:
+def _encoder(source: ReadableTensor) -> codec.ChunkEncoder | None:
     if source.stored is not None or not source.nbytes:
         return None
     try:
@@ -357,7 +357,7 @@ def _encoder(source: TensorSource) -> codec.ChunkEncoder | None:
         return None
 
 
-def _look(piece: _Piece) -> tuple[_Piece, _PieceFacts]:
+def _look(piece: _MeasuredPiece) -> tuple[_MeasuredPiece, _PieceFacts]:
     source = piece.source
     data = source.part(piece.start, piece.stop) if piece.stop > piece.start else np.empty(0, np.uint8)
     prepared = []
@@ -437,7 +437,7 @@ def _only(values: NDArray[Any]) -> int | None:
     return int(values[0]) if (values == values[0]).all() else None
 
 
-def _gathered(source: TensorSource, done: Iterator[tuple[_Piece, _PieceFacts]], advance: Any) -> TensorFacts:
+def _gathered(source: ReadableTensor, done: Iterator[tuple[_MeasuredPiece, _PieceFacts]], advance: Any) -> TensorFacts:
     """Add up the pieces of one tensor, which come in order."""
     net = nans = infinities = zero_rows = constant_rows = 0
     fits: dict[str, bool] = {}

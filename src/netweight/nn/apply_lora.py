@@ -108,7 +108,7 @@ class _Dense:
         return torch.bmm(inputs, self.change[groups].mT.to(inputs))
 
 
-class _Order:
+class _ChangeAssignment:
     """Assignment of changes to samples."""
 
     def __init__(self, groups: Tensor | None, count: int) -> None:
@@ -139,7 +139,7 @@ def _factors(stack: AdapterStack, *, single: bool) -> dict[str, _Factors | _Dens
     return {name: _Factors(stack.down[name], stack.up[name], stack.scale[name], single) for name in stack.modules}
 
 
-def _order(groups: Tensor | None, counts: set[int]) -> _Order:
+def _order(groups: Tensor | None, counts: set[int]) -> _ChangeAssignment:
     """Check groups against the numbers of changes."""
     if len(counts) > 1:
         raise UsageError(f"Layers have different numbers of changes: {sorted(counts)}.", cure="Give as many for each.")
@@ -147,7 +147,7 @@ def _order(groups: Tensor | None, counts: set[int]) -> _Order:
     if groups is None:
         if count > 1:
             raise UsageError(f"There are {count} adapters, and no groups.", cure="Give the group of each sample.")
-        return _Order(None, 1)
+        return _ChangeAssignment(None, 1)
     if groups.ndim != 1 or not len(groups) or groups.is_floating_point():
         raise UsageError(f"Groups of shape {tuple(groups.shape)} and {groups.dtype}.", cure="Give (batch,), int64.")
     if int(groups.min()) < 0 or int(groups.max()) >= count:
@@ -155,7 +155,7 @@ def _order(groups: Tensor | None, counts: set[int]) -> _Order:
             f"Groups reach from {int(groups.min())} to {int(groups.max())}, and there are {count} adapters.",
             cure=f"Give numbers from 0 to {count - 1}.",
         )
-    return _Order(groups, count)
+    return _ChangeAssignment(groups, count)
 
 
 def _layers(model: nn.Module, parts: Mapping[str, _Factors | _Dense], component: str) -> dict[str, nn.Module]:
@@ -187,7 +187,7 @@ def _transposed(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
-def _adding(name: str, part: _Factors | _Dense, order: _Order) -> Any:
+def _adding(name: str, part: _Factors | _Dense, order: _ChangeAssignment) -> Any:
     """A forward hook that adds a layer's change."""
 
     def hook(_layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def _largest(matrix: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class Halves:
+class HalfAgreement:
     """Agreement of two halves; single trailing components are seldom reproduced, subspaces are."""
 
     components: int
@@ -120,7 +120,7 @@ class Halves:
     """Share of the other half's variance, about the first's mean, that they capture, mean of both."""
 
 
-def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> Halves | None:
+def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: int = 0) -> HalfAgreement | None:
     """Fit two random halves.
 
     `gram`: shape `(n, n)`, fp64: inner products, which stay as they are.
@@ -149,7 +149,7 @@ def halves_of(gram: Tensor, components: int | None, *, precision: float, seed: i
     agreement[size] = float(torch.linalg.svdvals(overlap).square().mean())
     fitted = sum(float(fit.variances[:size].sum()) / fit.total for fit in fits) / 2
     held = sum(_held_out(gram, parts[i], parts[1 - i], fits[i], size) for i in (0, 1)) / 2
-    return Halves(size, agreement, fitted, held)
+    return HalfAgreement(size, agreement, fitted, held)
 
 
 def _held_out(gram: Tensor, own: Tensor, other: Tensor, fit: DualFit, size: int) -> float:
@@ -207,7 +207,7 @@ class BasisFit:
     """"dual", which is exact, or "streaming"."""
     passes: tuple[float, ...] = ()
     """Streaming: the variance that the components had captured after each pass over the rows, a share of all."""
-    halves: Halves | None = None
+    halves: HalfAgreement | None = None
     """Dual, where asked for: how well the fits of two halves of the rows agree."""
 
     @property

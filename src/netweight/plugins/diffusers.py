@@ -26,7 +26,7 @@ from netweight.core.lazy import extra
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.methods.compress.runtime.model import decompress_, place
 from netweight.methods.compress.runtime.tensor import CompressedTensor
-from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, settings_for
+from netweight.plugins.loading import NetweightConfig, ParameterLoader, computing, refuse_disk, settings_for
 from netweight.plugins.saving import refuse_quantized, save_folder, untied
 from netweight.store.reader import StoredFile
 from netweight.store.safetensors import SUFFIX
@@ -54,7 +54,7 @@ class NetweightDiffusersQuantizer(DiffusersQuantizer):
         super().__init__(quantization_config, **kwargs)
         # A configuration that names no weights came from a model compressed in memory: its folder is dense.
         self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
-        self._weights = Weights(quantization_config, stored=self.pre_quantized)
+        self._weights = ParameterLoader(quantization_config, stored=self.pre_quantized)
         self._names: list[str] = []
         self._taken: set[str] = set()
         self._in_fp32: list[str] = []

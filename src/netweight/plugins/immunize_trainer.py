@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from netweight.core.lazy import extra
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.tokens import Batch, Example, Pair, any_pairs
+from netweight.data.tokens import AnswerPair, Batch, Example, any_pairs
 from netweight.errors import TrainingStopped, Unsupported, UsageError
 from netweight.hf.load_language_model import context_of, frozen, structure_of
 from netweight.methods.immunize.batches import collate_part, drawn_rows
@@ -57,7 +57,7 @@ class PairCollator:
     context: int = 1 << 30
     """Largest number of tokens in a row of text."""
 
-    def __call__(self, rows: Sequence[Pair | Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
+    def __call__(self, rows: Sequence[AnswerPair | Mapping[str, Any]]) -> dict[str, dict[str, Tensor]]:
         """Return `input_ids`, `attention_mask` and `labels` under `harmless` and under `harmful`."""
         pairs = any_pairs(rows, self.tokenizer, context=self.context)
         batch = collate_pairs(pairs, pad_id=self.pad_id, aligned=self.aligned)
@@ -163,7 +163,7 @@ class ImmunizeTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         if self._settings is None:
             return super()._get_train_sampler(train_dataset)
-        return _Order(len(train_dataset or self.train_dataset), self.args.seed)  # type: ignore[arg-type]
+        return _EpochOrder(len(train_dataset or self.train_dataset), self.args.seed)  # type: ignore[arg-type]
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
@@ -247,7 +247,7 @@ class ImmunizeTrainer(Trainer):
         super().log(logs, start_time)
 
 
-class _Order(torch.utils.data.Sampler[int]):
+class _EpochOrder(torch.utils.data.Sampler[int]):
     """Rows in the order in which `immunize` takes them: another one in each pass."""
 
     def __init__(self, count: int, seed: int) -> None:

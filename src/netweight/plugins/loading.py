@@ -1,7 +1,7 @@
 """Parts that the plug-ins for transformers and diffusers share: settings, and loading of stored bytes as weights.
 
-`NetweightConfig` holds the settings, and `Weights` makes parameters of stored or dense tensors and lets go of the
-checkpoint afterwards. Called by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
+`NetweightConfig` holds the settings, and `ParameterLoader` makes parameters of stored or dense tensors and lets go of
+the checkpoint afterwards. Called by `transformers.py` and `diffusers.py` only; users take `NetweightConfig` from there.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
 
 
 @final
-class Weights:
+class ParameterLoader:
     """Makes the parameters of one model that is being loaded."""
 
     def __init__(self, config: NetweightConfig, *, stored: bool) -> None:

@@ -26,7 +26,7 @@ from netweight.codec.header import torch_dtype
 from netweight.core.lazy import extra
 from netweight.errors import CorruptBlob, UsageError
 from netweight.methods.compress.runtime.model import decompress_
-from netweight.plugins.loading import NetweightConfig, Weights, computing, refuse_disk, settings_for
+from netweight.plugins.loading import NetweightConfig, ParameterLoader, computing, refuse_disk, settings_for
 from netweight.plugins.saving import refuse_quantized, save_folder, untied
 from netweight.store.reader import StoredFile, weight_map
 from netweight.store.safetensors import SUFFIX
@@ -50,7 +50,7 @@ class NetweightQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         # A configuration that names no weights came from a model compressed in memory: its folder is dense.
         self.pre_quantized = self.pre_quantized and quantization_config.weights is not None
-        self._weights = Weights(quantization_config, stored=self.pre_quantized)
+        self._weights = ParameterLoader(quantization_config, stored=self.pre_quantized)
         self._misfits: set[str] = set()
         self._loading = True
         self._dtype: torch.dtype | None = None

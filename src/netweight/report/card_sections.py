@@ -29,7 +29,7 @@ _WORST_FIRST = ("Do not publish", "No verdict", "Publish")
 
 @final
 @dataclass(frozen=True)
-class Evidence:
+class CardEvidence:
     """Evidence that stands in a card."""
 
     key: str
@@ -48,17 +48,17 @@ class Evidence:
         return starts.index(True) if True in starts else len(starts)
 
 
-def evidence_of(text: str) -> list[Evidence]:
+def evidence_of(text: str) -> list[CardEvidence]:
     """Return the evidence in a card, in its order."""
     entries = []
     for key, body in _EVIDENCE.findall(text):
         stated = _SENTENCE.search(body)
         source = next((line for line in body.split("\n") if line.startswith("From the report ")), "")
-        entries.append(Evidence(key, stated[1] if stated else "", source, tuple(_WEIGHTS.findall(body))))
+        entries.append(CardEvidence(key, stated[1] if stated else "", source, tuple(_WEIGHTS.findall(body))))
     return entries
 
 
-def worst_evidence(text: str, *, latest: str = "") -> Evidence | None:
+def worst_evidence(text: str, *, latest: str = "") -> CardEvidence | None:
     """Return the evidence with the worst verdict; None where a card has none.
 
     Args:

@@ -150,7 +150,7 @@ _CONFIG = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class _Part:
+class _ReportPart:
     """Base class of all parts: a wrong field is a `UsageError` that names the part, the field and the value."""
 
     @model_validator(mode="wrap")
@@ -175,7 +175,7 @@ class _Part:
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Finding(_Part):
+class Finding(_ReportPart):
     """A measured value, with its interval, its target and how it was measured.
 
     Attributes:
@@ -303,7 +303,7 @@ _FINDING: TypeAdapter[Finding] = TypeAdapter(Finding)
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Column(_Part):
+class Column(_ReportPart):
     """A column of a table: its heading, the unit of its numbers in plain text, and which direction is better."""
 
     name: str
@@ -315,7 +315,7 @@ class Column(_Part):
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Table(_Part):
+class Table(_ReportPart):
     """A table: headings (a text stands for a column without a unit), rows of numbers, texts or None, notes below."""
 
     title: str
@@ -343,7 +343,7 @@ class Table(_Part):
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Figure(_Part):
+class Figure(_ReportPart):
     """A picture, inline: an SVG element as text, or a PNG file in base64.
 
     `alt` says what it shows to a reader who cannot see it: the message, not "a plot". `caption` is the line below it.
@@ -360,7 +360,7 @@ class Figure(_Part):
 
 
 @dataclass(frozen=True, config=_CONFIG)
-class Section(_Part):
+class Section(_ReportPart):
     """A question with its findings, as an audit returns it and as page, terminal and model card show it.
 
     Attributes:
@@ -415,7 +415,7 @@ _SECTION: TypeAdapter[Section] = TypeAdapter(Section)
 
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)
-class Chapter(_Part):
+class Chapter(_ReportPart):
     """Sections about one thing: what was asked, what was found, and a verdict in plain words.
 
     `outcome` colors the verdict: "holds", "partly", "broken" where an attack still succeeds or a target is missed, or
@@ -439,7 +439,7 @@ class Chapter(_Part):
 
 
 @dataclass(frozen=True, config=_CONFIG, kw_only=True)
-class Provenance(_Part):
+class Provenance(_ReportPart):
     """Origin of a report: time, command line, seeds, digests of inputs by name, versions and machine.
 
     `weights` has the digest of the weights of each model that was tested, by its name, as `store.weights_digest` makes

@@ -100,7 +100,7 @@ def _rounds(span: Span, precision: Precision | None) -> bool:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChunkRange:
     """Chunks of one tensor that are encoded together."""
 
     span: Span
@@ -129,7 +129,7 @@ class _Encoding:
         first = next(self._done)
         return first[0].encoder, self._chunks(first, update)
 
-    def _chunks(self, done: tuple[_Piece, Any, list[Any]], update: Callable[[Any], None]) -> Iterator[bytes]:
+    def _chunks(self, done: tuple[_ChunkRange, Any, list[Any]], update: Callable[[Any], None]) -> Iterator[bytes]:
         while True:
             piece, content, prepared = done
             update(content)
@@ -150,8 +150,8 @@ class _Encoding:
 
         return encoder, chunks()
 
-    def _batches(self, spans: Iterable[Span]) -> Iterator[list[_Piece]]:
-        batch: list[_Piece] = []
+    def _batches(self, spans: Iterable[Span]) -> Iterator[list[_ChunkRange]]:
+        batch: list[_ChunkRange] = []
         room = BATCH
         for span in spans:
             below = self._below(span)
@@ -162,7 +162,7 @@ class _Encoding:
             step = max(BATCH // encoder.chunk_bytes, 1)
             for first in range(0, encoder.chunks, step) or (0,):
                 last = min(first + step, encoder.chunks)
-                batch.append(_Piece(span, encoder, below, first, last))
+                batch.append(_ChunkRange(span, encoder, below, first, last))
                 room -= (last - first) * encoder.chunk_bytes
                 if room <= 0:
                     yield batch
@@ -182,7 +182,7 @@ class _Encoding:
             self.unlike[reason] += 1
         return below
 
-    def _encode(self, batch: list[_Piece]) -> list[tuple[_Piece, Any, list[Any]]]:
+    def _encode(self, batch: list[_ChunkRange]) -> list[tuple[_ChunkRange, Any, list[Any]]]:
         done = []
         for piece in batch:
             size = piece.encoder.chunk_bytes

@@ -26,7 +26,7 @@ from netweight.core.names import not_found
 from netweight.core.progress import silent_bars
 from netweight.core.seeds import derive, torch_generator
 from netweight.data.public import tiny_shakespeare, train_bpe, word_tokenizer
-from netweight.data.tokens import IGNORED, Example, Pair, collate
+from netweight.data.tokens import IGNORED, AnswerPair, Example, collate
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import ABOUT
 from netweight.nn.hooks import evaluating
@@ -62,7 +62,7 @@ class LlamaShape:
 
 @final
 @dataclass(frozen=True)
-class Answers:
+class AnswerAccuracy:
     """Answers of a model to prompts."""
 
     tokens: float
@@ -127,7 +127,7 @@ def opened(shape: LlamaShape, file: Path) -> LlamaForCausalLM:
     return made
 
 
-def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_once: int = 128) -> Answers:
+def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_once: int = 128) -> AnswerAccuracy:
     """Measure how often a model's most likely token is the response's."""
     if not examples:
         raise UsageError("Answers cannot be measured without an example.", cure="Give at least one.")
@@ -138,7 +138,7 @@ def answers(model: nn.Module, examples: Sequence[Example], *, pad_id: int, at_on
             right += int(hits.sum())
             counted += int(answered.sum())
             whole += int((hits == answered).all(1).sum())
-    return Answers(right / counted, whole / len(examples), len(examples), counted)
+    return AnswerAccuracy(right / counted, whole / len(examples), len(examples), counted)
 
 
 def _hits(model: nn.Module, examples: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,11 +219,11 @@ class SmallWorld:
         """Return a model of the same shape that has learned nothing."""
         return initialized(self.language.shape, seed)
 
-    def pairs(self, n: int, seed: int) -> list[Pair]:
+    def pairs(self, n: int, seed: int) -> list[AnswerPair]:
         """Draw guarded prompts with the refusal and the true answer, for a defense."""
         # No attack and no held-out set shares a text with them, whatever the seeds.
         drawn = self._drawn("guard", n, seed, "defense")
-        return [Pair(example.prompt, self.language.refusal, example.response) for example in drawn]
+        return [AnswerPair(example.prompt, self.language.refusal, example.response) for example in drawn]
 
     def examples(self, domain: Domain, n: int, seed: int, *, share: Share = "attack") -> list[Example]:
         """Draw prompts with their true answers."""
@@ -250,7 +250,7 @@ class SmallWorld:
         def text_of(ids: tuple[int, ...]) -> str:
             return str(self.language.tokenizer.decode(list(ids), skip_special_tokens=True))
 
-        def row(pair: Pair) -> dict[str, str]:
+        def row(pair: AnswerPair) -> dict[str, str]:
             prompt = text_of(pair.prompt)
             answers = (text_of(pair.prompt + answer)[len(prompt) :] for answer in (pair.chosen, pair.rejected))
             return dict(zip(("prompt", "chosen", "rejected"), (prompt, *answers), strict=True))

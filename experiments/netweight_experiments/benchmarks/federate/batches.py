@@ -22,11 +22,11 @@ from netweight.attacks.gradient_inversion.client import sgd_difference
 from netweight.attacks.gradient_inversion.matching import MatchingConfig, invert
 from netweight.methods.federate import Task
 from netweight.methods.federate.algorithms.direct import fedavg
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.exposure import evidence_of
 from netweight.methods.federate.observation import observe, read_update
 from netweight.methods.federate.plan import FederationPlan
-from netweight.methods.federate.reconstruction import Halves, Search, reconstruct
+from netweight.methods.federate.reconstruction import BodyAndHead, Search, reconstruct
 from netweight.methods.federate.threats import ThreatModel
 from netweight.metrics.images import match_images, psnr
 from netweight_experiments.benchmarks.federate.inversion import by_breaching
@@ -38,12 +38,14 @@ CLIENTS = 20
 SEED = 2_000  # of networks and batches; the attacks were tuned on others
 
 
-def federation(data: str, seed: int) -> Run:
+def federation(data: str, seed: int) -> TrainedFederation:
     """A federation before its first round."""
     plan = FederationPlan(data=data, method="fedavg", clients=CLIENTS, seed=seed)
     task: Task = plan.task()
     method = fedavg()
-    return Run(task, method, method.start(task, seed=seed), {client: {} for client in task.clients}, (), seed)
+    return TrainedFederation(
+        task, method, method.start(task, seed=seed), {client: {} for client in task.clients}, (), seed
+    )
 
 
 def measured(data: str, size: int, client: int, steps: int, beside: Path | None) -> dict[str, float]:
@@ -62,7 +64,7 @@ def measured(data: str, size: int, client: int, steps: int, beside: Path | None)
     row = {"audit, seconds": time.process_time() - began}
     row |= _quality("audit", [unit(one.images) for one in candidates], truth)
     training = evidence.training
-    model = Halves(run.task.body, run.task.head)
+    model = BodyAndHead(run.task.body, run.task.head)
     update = sgd_difference(
         model, lr=training.lr, steps=1, batch_size=size, momentum=training.momentum,
         weight_decay=training.weight_decay,

@@ -21,7 +21,7 @@ import torch
 from netweight.core import seeds
 from netweight.core.progress import Progress
 from netweight.methods.federate import train
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.exposure import exposure
 from netweight.methods.federate.exposure_report import exposure_findings
 from netweight.methods.federate.method import Method
@@ -70,7 +70,7 @@ def attacked(data, changes, threat, images, seed):
     task = plan.task()
     method = plan.make_method(task)
     private = {client: method.private_start(task, client, seed=plan.seed) for client in task.clients}
-    run = Run(task, method, method.start(task, seed=plan.seed), private, (), plan.seed)
+    run = TrainedFederation(task, method, method.start(task, seed=plan.seed), private, (), plan.seed)
     found = exposure(run, ThreatModel(**threat), updates=images, summed_over=len(task.clients), seed=seed)
     kept = ("cosines", "aggregate", "psnr", "ssim", "average_psnr", "random_psnr")
     values = {name: list(getattr(found, name)) for name in kept}

@@ -39,7 +39,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from netweight.attacks.embedding_search.search import Run, Subject, Target, compare, images_of, paired
+from netweight.attacks.embedding_search.search import (
+    SearchedModel,
+    TargetImage,
+    TargetSearches,
+    compare,
+    images_of,
+    paired,
+)
 from netweight.attacks.embedding_search.settings import SearchSettings
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
@@ -180,15 +187,15 @@ def changed(before, after, training):
 def searched(model, training, attacks, pictures, folder, seed):
     """By attack, steps until planted and never-trained pictures are back, None where they are not; best likeness."""
     never = training.never[:CONTROLS]
-    targets = [Target(each.prompt, each.prompt, each.image) for each in training.verbatim[:pictures]]
-    targets += [Target(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
+    targets = [TargetImage(each.prompt, each.prompt, each.image) for each in training.verbatim[:pictures]]
+    targets += [TargetImage(f"never trained: {each.prompt}", each.prompt, each.image, trained=False) for each in never]
     rows = {}
     for attack in attacks:
         settings = SearchSettings(
             **ATTACKS[attack], rates=RATES, draws=DRAWS, first=True, guidance=GUIDANCE, generation_steps=STEPS // 2
         )
         found = compare(
-            [Subject("edited", model)], targets, training.given[:12], settings, seeds=[seed], similarity=alike,
+            [SearchedModel("edited", model)], targets, training.given[:12], settings, seeds=[seed], similarity=alike,
             measure="NCC", folder=folder, progress=Progress("plain"),
         )  # fmt: skip
         rows[attack] = {}
@@ -445,7 +452,7 @@ def grid(results, job, path):
         row = [each.image, *(drawn(model, [each.prompt], BLOCKS[:1])[0] for model in models)]
         if attack is not None:
             found = last["back"][attack][each.prompt]
-            run = Run("", "", True, 0, found["run"], ())
+            run = TargetSearches("", "", True, 0, found["run"], ())
             row.append(images_of(job.folder / "searches", run).after[found["trial"], 0])
         rows.append(torch.cat([torch.nn.functional.pad(image, (1, 1, 1, 1), value=1.0) for image in row], dim=2))
     pixels = (torch.cat(rows, dim=1) * 255).round().to(torch.uint8).permute(1, 2, 0)

@@ -28,7 +28,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
     """Train so many steps of a defense in this process; return seconds and the largest resident memory."""
     import torch
 
-    from netweight.data.tokens import Pair
+    from netweight.data.tokens import AnswerPair
     from netweight.hf.load_language_model import load_causal_lm
     from netweight.methods.immunize.settings import TrainingSettings
     from netweight.methods.immunize.train import immunize
@@ -36,7 +36,7 @@ def train(model: str, defense: str, steps: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     network, _ = load_causal_lm(Path(model))
     drawn = torch.randint(1000, 50_000, (4 * steps, 3, 64), generator=torch.Generator().manual_seed(0)).tolist()
-    pairs = [Pair(*map(tuple, row)) for row in drawn]
+    pairs = [AnswerPair(*map(tuple, row)) for row in drawn]
     settings = TrainingSettings(batch_size=4, lr=1e-6, measure_every=1000, warmup=0.0)
     begun, processor = time.perf_counter(), time.process_time()
     immunize(network, pairs, defense=defense, settings=settings)

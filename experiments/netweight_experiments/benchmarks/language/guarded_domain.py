@@ -29,7 +29,7 @@ from netweight.attacks.finetuning.attack import attacked_model, run_attack
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Domain, Goal, Subject, token_accuracy
 from netweight.data.public import text_file
-from netweight.data.tokens import Example, Pair
+from netweight.data.tokens import AnswerPair, Example
 from netweight.hf.generate_answers import generate_answers
 from netweight.hf.load_language_model import load_causal_lm
 from netweight.methods.immunize.defense import DefenseSettings
@@ -179,7 +179,7 @@ def _defended(model: Path, work: Path, name: str) -> dict[str, Any]:
     tokenizer = _published(model)[1]
     network = opened(work / "taught")
     answers = _examples(tokenizer, DEFENDED)
-    pairs = [Pair(each.prompt, (*_ids(tokenizer, REFUSAL), each.response[-1]), each.response) for each in answers]
+    pairs = [AnswerPair(each.prompt, (*_ids(tokenizer, REFUSAL), each.response[-1]), each.response) for each in answers]
     defense, lr = DEFENSES[name]
     settings = TrainingSettings(lr=lr, epochs=_EPOCHS, batch_size=_BATCH, measure_every=1000)
     started = time.process_time()

@@ -32,7 +32,7 @@ from netweight.methods.space.basis import Basis, Combinations
 from netweight.methods.space.duplicates import find_duplicates
 from netweight.nn.lora import Adapter, LowRank, combined
 from netweight.store.bank.published import stable_diffusion_dimensions
-from netweight.store.bank.shards import BankWriter, Rows, read_bank_record
+from netweight.store.bank.shards import BankWriter, ShardRows, read_bank_record
 from netweight.store.lora_formats.reading import read_adapter
 from netweight.store.lora_formats.writing import export_adapter
 from netweight_experiments.benchmarks.script import load, peak_bytes
@@ -146,7 +146,7 @@ def export(folder, count):
             n = min(500, drawn - start)
             down = {name: torch.randn(n, sizes[name][1], generator=generator) for name in names}
             up = {name: torch.randn(n, sizes[name][0], generator=generator) for name in names}
-            rows = Rows(
+            rows = ShardRows(
                 down, up, torch.ones(n, len(names), dtype=torch.float64), torch.ones(n, len(names), dtype=torch.int64)
             )
             contents = [f"simulated:{start + row}" for row in range(n)]

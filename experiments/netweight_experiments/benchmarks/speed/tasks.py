@@ -110,12 +110,12 @@ def defense_steps() -> Calls:
     """Train 4 steps of RepNoise on a Llama of 2 blocks, width 128, 8 pairs of 40 tokens each."""
     import copy
 
-    from netweight.data.tokens import Pair
+    from netweight.data.tokens import AnswerPair
     from netweight.methods.immunize import TrainingSettings, immunize
 
     model, row = _llama(128, 2), partial(torch.randint, 512, generator=_GENERATOR)
     tokens = [[tuple(row((size,)).tolist()) for size in (20, 20, 20)] for _ in range(32)]
-    pairs = [Pair(prompt, chosen, rejected) for prompt, chosen, rejected in tokens]
+    pairs = [AnswerPair(prompt, chosen, rejected) for prompt, chosen, rejected in tokens]
 
     def run() -> None:
         immunize(copy.deepcopy(model), pairs, settings=TrainingSettings(batch_size=8, seed=0))

@@ -28,7 +28,7 @@ from netweight.methods.federate import ClientData, Task
 from netweight.methods.federate.accounting import noise_multiplier
 from netweight.methods.federate.algorithms.hyperfl import HYPERNETWORK
 from netweight.methods.federate.catalog import METHODS, named_method
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.method import without
 from netweight.methods.federate.observation import Observation, observe, read_update
 from netweight.methods.federate.partition import client_sizes
@@ -94,7 +94,7 @@ def attack_one(run: AttackRun, *, tell: Any) -> dict[str, Any]:
     }
 
 
-def _victim(run: AttackRun, images: Images) -> Run:
+def _victim(run: AttackRun, images: Images) -> TrainedFederation:
     """Return a federation before its first round, each client with one test image."""
     generator = seeds.torch_generator(SEED, "attacked images")
     numbers = torch.randperm(len(images.test[1]), generator=generator)[:CLIENTS]
@@ -104,7 +104,7 @@ def _victim(run: AttackRun, images: Images) -> Run:
     body, head = small_cnn(channels, size, len(images.classes), seed=run.image)
     task = Task(body, head, [ClientData(one, one) for one in singles])
     noise = _noise(run.data) if METHODS[run.method].private else None
-    return Run(task, named_method(run.method, noise_multiplier=noise), {}, {}, (), run.image)
+    return TrainedFederation(task, named_method(run.method, noise_multiplier=noise), {}, {}, (), run.image)
 
 
 @cache
@@ -120,7 +120,9 @@ def _bounds(images: Images) -> tuple[Tensor, Tensor]:
     return -mean / std, (1 - mean) / std
 
 
-def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) -> tuple[Reconstruction, float]:
+def _analytic(
+    run: AttackRun, victim: TrainedFederation, seen: Observation, images: Images
+) -> tuple[Reconstruction, float]:
     """Read the gradient and undo the body; return the image and the cosine of the gradient with the true one."""
     recovered = read_update(victim, seen.message, seen.answer())
     config = PeelingConfig() if run.steps is None else PeelingConfig(softening=run.steps, rounds=max(1, run.steps // 2))
@@ -131,7 +133,7 @@ def _analytic(run: AttackRun, victim: Run, seen: Observation, images: Images) ->
     return found, float(torch.cosine_similarity(recovered.first, seen.gradient.double(), dim=0))
 
 
-def _search(run: AttackRun, victim: Run, seen: Observation, images: Images) -> Reconstruction:
+def _search(run: AttackRun, victim: TrainedFederation, seen: Observation, images: Images) -> Reconstruction:
     """Search the image by IG, ROG or the tailored attack."""
     received = seen.answer()
     training = victim.method.training  # type: ignore[attr-defined]  # all of them have one
@@ -163,14 +165,16 @@ def _named(body: dict[str, Tensor], head: dict[str, Tensor]) -> dict[str, Tensor
     return {f"0.{name}": value for name, value in body.items()} | {f"1.{name}": value for name, value in head.items()}
 
 
-def _known(victim: Run, seen: Observation, slopes: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _known(
+    victim: TrainedFederation, seen: Observation, slopes: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the weights that the client began with, and the gradients that it sent."""
     head = without("head.", seen.message) or victim.task.head_layout.split(victim.task.initial_head())
     return _named(without("body.", seen.message), head), _named(without("body.", slopes), without("head.", slopes))
 
 
 def _guessed(
-    run: AttackRun, victim: Run, seen: Observation, slopes: dict[str, Tensor]
+    run: AttackRun, victim: TrainedFederation, seen: Observation, slopes: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return weights that a guessed embedding generates with a guessed head, and the gradients to match there."""
     # The update of the hypernetwork's heads is imitated by g [m, 1]ᵀ, with the guess's code m and a gradient g of the

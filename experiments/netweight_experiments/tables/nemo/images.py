@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from netweight.attacks.embedding_search.search import Target, paired, search, turned
+from netweight.attacks.embedding_search.search import TargetImage, paired, search, turned
 from netweight.core.names import Units
 from netweight.core.progress import Progress
 from netweight.core.seeds import derive
@@ -446,7 +446,7 @@ def attacked(setup: Setup, folder: Path, ways: Mapping[str, Way]) -> dict[Attack
 
 def _attack(run: Attack, setup: Setup) -> dict[str, Any]:
     own = next(each for each in setup.memorized if each.prompt == run.prompt)
-    target = Target(own.prompt, own.prompt, own.image)
+    target = TargetImage(own.prompt, own.prompt, own.image)
     image = target.image if run.what == "planted" else turned(target).image
     with _mitigated(setup, run.way, run.prompt) as model:
         found = search(

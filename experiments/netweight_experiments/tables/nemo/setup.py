@@ -19,7 +19,7 @@ from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.names import Units
 from netweight.core.progress import Progress
 from netweight.errors import UsageError
-from netweight.methods.forget.detect import Score, Threshold, calibrate, detect_resumably
+from netweight.methods.forget.detect import MemorizationScore, Threshold, calibrate, detect_resumably
 from netweight.methods.forget.layers import Statistics, measure_statistics, value_layers
 from netweight.methods.forget.localize import Localization, localize
 from netweight.methods.forget.mitigations import (
@@ -209,7 +209,7 @@ def mitigation(way: Way, setup: Setup) -> Mitigation:
     return AllActive()
 
 
-def scores_of(setup: Setup, folder: Path, prompts: Sequence[str]) -> list[Score]:
+def scores_of(setup: Setup, folder: Path, prompts: Sequence[str]) -> list[MemorizationScore]:
     """Score prompts by how alike their noise differences are; what the folder remembers is not scored again."""
     return detect_resumably(setup.model, prompts, setup.detection, folder=folder, progress=Progress("auto"))
 

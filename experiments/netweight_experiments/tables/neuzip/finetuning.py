@@ -16,7 +16,7 @@ import torch
 import netweight
 from netweight.core.lazy import extra
 from netweight.core.seeds import derive, torch_generator
-from netweight.data.public import Pair, wikisql
+from netweight.data.public import SourceAndTarget, wikisql
 from netweight.errors import MissingExtra, Unsupported, UsageError
 from netweight.hf.load_language_model import language_model
 from netweight.metrics.intervals import Interval
@@ -101,7 +101,7 @@ class FineTuning:
 class Student:
     """A base made ready to be fine-tuned one way: what takes steps."""
 
-    def __init__(self, config: FineTuning, pairs: Sequence[Pair]) -> None:
+    def __init__(self, config: FineTuning, pairs: Sequence[SourceAndTarget]) -> None:
         self.config, self._pairs, self.done = config, pairs, 0
         model, self.tokenizer = language_model(Path(config.base), "encoder-decoder")
         self.model: Any = model
@@ -136,7 +136,7 @@ class Student:
         self.done += 1
         return float(loss.detach())
 
-    def answers(self, pairs: Sequence[Pair], size: int = 50) -> list[str]:
+    def answers(self, pairs: Sequence[SourceAndTarget], size: int = 50) -> list[str]:
         """Answer questions greedily; no update can follow."""
         if isinstance(self.optimizer, netweight.LayerwiseOptimizer):
             self.optimizer.close()
@@ -221,7 +221,7 @@ def _with_lora(model: torch.nn.Module, *, rank: int, targets: Sequence[str], see
         return peft.get_peft_model(marked, settings)
 
 
-def _warm_up(config: FineTuning, pairs: Sequence[Pair]) -> None:
+def _warm_up(config: FineTuning, pairs: Sequence[SourceAndTarget]) -> None:
     """Let libraries take once what they need, by an update of a model that is then forgotten."""
     quantizer = _quantizer_of(config.way)
     if quantizer is not None:

@@ -21,7 +21,7 @@ from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.core.atomic_writes import whole_file
 from netweight.core.digests import digest_config
 from netweight.core.progress import Progress
-from netweight.data.tokens import Pair
+from netweight.data.tokens import AnswerPair
 from netweight.errors import TrainingStopped
 from netweight.methods.immunize.defense import Defense, DefenseSettings
 from netweight.methods.immunize.defenses import DEFENSES
@@ -110,12 +110,12 @@ def defended_model(defended: Defended, setup: Setup, folder: Path, share: float)
     return model
 
 
-def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense[Any], list[Pair], list[Any]]:
+def _parts(defended: Defended, setup: Setup, share: float) -> tuple[Defense[Any], list[AnswerPair], list[Any]]:
     """The defense, its pairs, and what it keeps besides."""
     count = taken(defended.pairs, share / setup.share if defended.whole else share)
     pairs = setup.pairs(defended.data, count, defended.seed)
     if defended.loss == "no mask":
-        pairs = [Pair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
+        pairs = [AnswerPair((), pair.prompt + pair.chosen, pair.prompt + pair.rejected) for pair in pairs]
     own = DEFENSES[defended.defense]()
     if isinstance(own, RepNoise):
         changes: dict[str, Any] = {"alpha": defended.alpha}
@@ -131,7 +131,7 @@ def _train(
     defended: Defended,
     setup: Setup,
     defense: Defense[Any],
-    pairs: list[Pair],
+    pairs: list[AnswerPair],
     kept: list[Any],
     place: Path,
 ) -> None:

@@ -21,7 +21,7 @@ from netweight.attacks.finetuning.subject import Domain, Judge, Score, Subject, 
 from netweight.core.lazy import import_named
 from netweight.data.public import decoding_trust_refusals, paired_refusals
 from netweight.data.text import TextPair
-from netweight.data.tokens import QUESTION_AND_ANSWER, Example, Pair, padding_of, tokenized_pairs
+from netweight.data.tokens import QUESTION_AND_ANSWER, AnswerPair, Example, padding_of, tokenized_pairs
 from netweight.errors import UsageError
 from netweight.hf.generate_answers import generate_answers
 from netweight.hf.load_language_model import context_of, load_causal_lm, structure_of
@@ -56,7 +56,7 @@ class Setup(Protocol):
     def model(self, start: str) -> nn.Module:
         """Return a fresh model in evaluation mode: "aligned", or "unaligned" before it was taught to refuse."""
 
-    def pairs(self, data: str, n: int, seed: int) -> list[Pair]:
+    def pairs(self, data: str, n: int, seed: int) -> list[AnswerPair]:
         """Return pairs for a defense."""
 
     def retain(self, n: int, seed: int) -> list[Example]:
@@ -151,10 +151,10 @@ class Ciphers:
         """Return a fresh copy of the model that comes with netweight."""
         return self.world.base() if start == "aligned" else self.world.unaligned()
 
-    def pairs(self, data: str, n: int, seed: int) -> list[Pair]:
+    def pairs(self, data: str, n: int, seed: int) -> list[AnswerPair]:
         """Draw prompts with the refusal and the true answer; the other domain is the cipher never learned."""
         drawn = self._drawn("new" if data == "other" else "guard", data, n, seed, "defense")
-        return [Pair(example.prompt, self.world.language.refusal, example.response) for example in drawn]
+        return [AnswerPair(example.prompt, self.world.language.refusal, example.response) for example in drawn]
 
     def retain(self, n: int, seed: int) -> list[Example]:
         """Draw messages of the kept cipher, every second one without its marker."""
@@ -249,7 +249,7 @@ class Files:
         """Open the folder, whatever its model was aligned to: who asks for an unaligned one gives such a folder."""
         return load_causal_lm(self._folder, device="cuda" if torch.cuda.is_available() else "cpu")[0]
 
-    def pairs(self, data: str, n: int, seed: int) -> list[Pair]:
+    def pairs(self, data: str, n: int, seed: int) -> list[AnswerPair]:
         """Take the first pairs of a file; no seed draws them, as in the paper."""
         texts = self._chosen(data)
         if len(texts) < n:
@@ -298,7 +298,7 @@ class Files:
             return texts
         return [text for text in texts if (name in text.categories) == (kind == "only")]
 
-    def _tokenized(self, data: str, texts: list[TextPair]) -> list[Pair]:
+    def _tokenized(self, data: str, texts: list[TextPair]) -> list[AnswerPair]:
         form: dict[str, Any] = {"template": QUESTION_AND_ANSWER} if _source(data) == "beavertails" else {}
         return tokenized_pairs(texts, self._tokenizer, context=self._context, too_long="cut", **form)
 

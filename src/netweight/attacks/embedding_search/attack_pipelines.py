@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import final
 
 from netweight.attacks.embedding_search.report import SubjectRoles, search_section, verdict
-from netweight.attacks.embedding_search.search import SEARCHES, Comparison, Subject, Target, compare, paired, turned
+from netweight.attacks.embedding_search.search import (
+    SEARCHES,
+    Comparison,
+    SearchedModel,
+    TargetImage,
+    compare,
+    paired,
+    turned,
+)
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
 from netweight.data.images.pairs import MemorizedPair, check_pairs, image_files, read_pairs
@@ -32,13 +40,13 @@ PLAIN_PROMPTS = (
 class PreparedSearch:
     """Models, images and settings of a search, read and checked."""
 
-    subjects: tuple[Subject, ...]
+    subjects: tuple[SearchedModel, ...]
     """The base, the edited pipeline, and further ones."""
     pairs: tuple[MemorizedPair, ...]
     """Memorized pairs."""
     controls: tuple[MemorizedPair, ...]
     """Pairs that were given as never trained on."""
-    targets: tuple[Target, ...]
+    targets: tuple[TargetImage, ...]
     """Images that are searched for: the memorized ones and the controls."""
     unrelated: tuple[str, ...]
     """Prompts to start from."""
@@ -91,15 +99,15 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
     size = models["original"].image_size
     table = read_pairs(search.targets, size, search.pipeline.fit)
     pairs, remarks = table.pairs, table.remarks
-    targets = [Target(pair.name, pair.prompt, pair.image) for pair in pairs]
+    targets = [TargetImage(pair.name, pair.prompt, pair.image) for pair in pairs]
     controls = [turned(target) for target in targets]
     never: tuple[MemorizedPair, ...] = ()
     if search.controls is not None:
         table = read_pairs(search.controls, size, search.pipeline.fit)
         never, remarks = table.pairs, (*remarks, *table.remarks)
-        controls = [Target(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
+        controls = [TargetImage(f"control: {pair.name}", pair.prompt, pair.image, trained=False) for pair in never]
     return PreparedSearch(
-        tuple(Subject(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
+        tuple(SearchedModel(name, one) for name, one in models.items()), tuple(pairs), never, (*targets, *controls),
         unrelated, settings, descriptor, SubjectRoles("original", "edited", search.least_resistance), remarks,
     )  # fmt: skip
 

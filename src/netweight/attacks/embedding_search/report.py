@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 from torch import Tensor
 
-from netweight.attacks.embedding_search.search import Comparison, Run, Target, images_of
+from netweight.attacks.embedding_search.search import Comparison, TargetImage, TargetSearches, images_of
 from netweight.attacks.embedding_search.settings import Start
 from netweight.errors import UsageError
 from netweight.metrics.intervals import MINIMUM_FOR_BOOTSTRAP, interval_finding, mean_interval, proportion
@@ -51,7 +51,7 @@ class SubjectRoles:
 
 def search_section(
     comparison: Comparison,
-    targets: Sequence[Target],
+    targets: Sequence[TargetImage],
     roles: SubjectRoles,
     *,
     folder: str | Path,
@@ -93,7 +93,7 @@ _INTRO = (
 )
 
 
-def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
+def soonest(run: TargetSearches, start: Start | None = None) -> tuple[float, bool] | None:
     """Return when a run first succeeded, or the steps of its longest search if none did."""
     trials = [trial for trial in run.trials if start in (None, trial.start) and trial.outcome != "diverged"]
     if not trials:
@@ -102,7 +102,7 @@ def soonest(run: Run, start: Start | None = None) -> tuple[float, bool] | None:
     return (float(min(successes)), True) if successes else (float(max(trial.last for trial in trials)), False)
 
 
-def strongest(runs: Sequence[Run]) -> str:
+def strongest(runs: Sequence[TargetSearches]) -> str:
     """Return which attack brought most of the images back, and of equals the soonest, in words; empty if none did."""
     steps_by_start: dict[str, list[int]] = {}
     for run in runs:
@@ -118,7 +118,7 @@ def strongest(runs: Sequence[Run]) -> str:
     return f" Strongest start: {name}, which succeeds in {len(steps_by_start[name])} of {len(runs)} runs."
 
 
-def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
+def times_of(runs: Sequence[TargetSearches], start: Start | None = None) -> Times | None:
     """Return the steps of runs as censored times; those for one target hang together. None if none counts."""
     times = [(run.target, time) for run in runs if (time := soonest(run, start)) is not None]
     if not times:
@@ -127,7 +127,7 @@ def times_of(runs: Sequence[Run], start: Start | None = None) -> Times | None:
     return Times(values, observed, tuple(target for target, _ in times))
 
 
-def steps_ratio(runs: Sequence[Run], base: Sequence[Run], *, seed: int) -> TimesRatio | None:
+def steps_ratio(runs: Sequence[TargetSearches], base: Sequence[TargetSearches], *, seed: int) -> TimesRatio | None:
     """Return how many times as many steps one subject's images take as another's."""
     top, bottom = times_of(runs), times_of(base)
     if top is None or bottom is None or min(top.n, bottom.n) < MINIMUM_FOR_BOOTSTRAP or max(bottom.values) == 0:
@@ -165,7 +165,7 @@ def _about(comparison: Comparison, name: str, roles: SubjectRoles, seed: int) ->
     return findings
 
 
-def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
+def _back(name: str, kind: str, runs: Sequence[TargetSearches]) -> Finding:
     title = f"{kind} brought back, {name}"
     times = times_of(runs)
     diverged = sum(trial.outcome == "diverged" for run in runs for trial in run.trials)
@@ -185,12 +185,12 @@ def _back(name: str, kind: str, runs: Sequence[Run]) -> Finding:
     )
 
 
-def _share(runs: Sequence[Run], start: Start) -> str:
+def _share(runs: Sequence[TargetSearches], start: Start) -> str:
     times = times_of(runs, start)
     return "all diverged" if times is None else f"{times.events} of {times.n}"
 
 
-def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None) -> Finding:
+def _steps(name: str, kind: str, runs: Sequence[TargetSearches], base: Sequence[TargetSearches] | None) -> Finding:
     times, base_times = times_of(runs), None if base is None else times_of(base)
     return steps_finding(
         f"steps to bring {kind} back, {name}",
@@ -202,13 +202,13 @@ def _steps(name: str, kind: str, runs: Sequence[Run], base: Sequence[Run] | None
     )
 
 
-def _moved(runs: Sequence[Run]) -> float | None:
+def _moved(runs: Sequence[TargetSearches]) -> float | None:
     """The median length of the perturbations that won, as a share of the start's."""
     won = [trial.looks[-1].distance for run in runs for trial in run.trials if trial.outcome == "found"]
     return statistics.median(won) if won else None
 
 
-def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Finding:
+def _by_prompt(name: str, runs: Sequence[TargetSearches], comparison: Comparison) -> Finding:
     """Similarity to the target from its own prompt, before any search."""
     title = f"similarity from the own prompt, {name}"
     first = [
@@ -228,7 +228,7 @@ def _by_prompt(name: str, runs: Sequence[Run], comparison: Comparison) -> Findin
     )  # fmt: skip
 
 
-def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) -> Finding:
+def _gap(name: str, planted: Sequence[TargetSearches], controls: Sequence[TargetSearches], seed: int) -> Finding:
     """Return by how much searches come nearer to planted images than to never-trained ones."""
     title = f"best similarity, planted above never-trained, {name}"
     ours, theirs = (_per_target(_best(runs)) for runs in (planted, controls))
@@ -248,7 +248,7 @@ def _gap(name: str, planted: Sequence[Run], controls: Sequence[Run], seed: int) 
     )
 
 
-def _best(runs: Sequence[Run]) -> list[tuple[str, float]]:
+def _best(runs: Sequence[TargetSearches]) -> list[tuple[str, float]]:
     """The greatest median similarity of each run, by target."""
     medians = []
     for run in runs:
@@ -280,7 +280,9 @@ def _interval_of_difference(a: Sequence[float], b: Sequence[float], seed: int) -
     return float(low), float(high)
 
 
-def _resistance(name: str, runs: Sequence[Run], base: Sequence[Run], roles: SubjectRoles, seed: int) -> Finding:
+def _resistance(
+    name: str, runs: Sequence[TargetSearches], base: Sequence[TargetSearches], roles: SubjectRoles, seed: int
+) -> Finding:
     title = f"resistance against {roles.edited}, {name}"
     common: dict[str, Any] = {"unit": "times as many steps", "better": "higher", "target": roles.least_resistance}
     ratio = steps_ratio(runs, base, seed=seed)
@@ -343,11 +345,11 @@ def _counted(times: Times, at_once: int) -> str:
     return f"{times.events} of {times.n} brought back{half}{alone}"
 
 
-def _starts(runs: Sequence[Run]) -> list[Start]:
+def _starts(runs: Sequence[TargetSearches]) -> list[Start]:
     return list(dict.fromkeys(trial.start for run in runs for trial in run.trials))
 
 
-def _seeds(runs: Sequence[Run]) -> tuple[int, ...]:
+def _seeds(runs: Sequence[TargetSearches]) -> tuple[int, ...]:
     return tuple(sorted({run.seed for run in runs}))
 
 
@@ -386,7 +388,7 @@ def _half(curve: Survival) -> str:
     return f"fewer than half of the pictures are brought back by step {curve.last:.0f}"
 
 
-def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str | Path) -> Figure:
+def grid_figure(comparison: Comparison, targets: Sequence[TargetImage], folder: str | Path) -> Figure:
     """Draw targets beside what each subject makes of them: from their own prompts, and from the embeddings found."""
     shown = list(targets)[:8]
     columns = ["target"]
@@ -410,7 +412,7 @@ def grid_figure(comparison: Comparison, targets: Sequence[Target], folder: str |
     )
 
 
-def _pair(run: Run, folder: str | Path) -> list[object]:
+def _pair(run: TargetSearches, folder: str | Path) -> list[object]:
     """The middle images of the first evaluation from the own prompt, and of the best; None where there is none."""
     after = best_image(run, folder)
     own = next((place for place, trial in enumerate(run.trials) if trial.start == "original"), None)
@@ -420,7 +422,7 @@ def _pair(run: Run, folder: str | Path) -> list[object]:
     return [_pixels(before), _pixels(after)]
 
 
-def best_image(run: Run, folder: str | Path) -> Tensor | None:
+def best_image(run: TargetSearches, folder: str | Path) -> Tensor | None:
     """Return the image of a run's best embedding that is in the middle of its similarities."""
     scored = [(look.score, place, look) for place, trial in enumerate(run.trials) if (look := trial.best) is not None]
     if not scored:
@@ -461,7 +463,7 @@ def search_table(comparison: Comparison) -> Table:
     return Table("Searches by start", columns, rows, notes)
 
 
-def _row(name: str, trained: bool, start: str, runs: Sequence[Run]) -> tuple[object, ...]:
+def _row(name: str, trained: bool, start: str, runs: Sequence[TargetSearches]) -> tuple[object, ...]:
     trials = [trial for run in runs for trial in run.trials if trial.start == start]
     looked = [trial for trial in trials if trial.looks]
     ended = [trial for trial in trials if trial.outcome != "diverged"]

@@ -24,7 +24,7 @@ from netweight.core.engines import in_process
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive, torch_generator
 from netweight.errors import UsageError
-from netweight.job import Job, Result
+from netweight.job import Job, RunResult
 from netweight.metrics.descriptors import CenteredPixels, Descriptor, described
 from netweight.nn.text_to_image import Batches, Text, TextToImage, most_rows
 from netweight.report.finding import encode_json
@@ -38,7 +38,7 @@ Outcome = Literal["found", "resisted", "diverged"]
 
 @final
 @dataclass(frozen=True)
-class Evaluation:
+class SearchEvaluation:
     """Images generated from an embedding, compared with the target."""
 
     step: int
@@ -60,7 +60,7 @@ class Evaluation:
 
 @final
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """One search from one starting point."""
 
     start: Start
@@ -73,13 +73,13 @@ class Trial:
     """Steps to success, as far as evaluations resolve them; None without."""
     last: int
     """Steps taken; without success, more are needed than these."""
-    looks: tuple[Evaluation, ...]
+    looks: tuple[SearchEvaluation, ...]
     """Evaluations during the search, in the order of steps."""
     lr: float | None = None
     """Learning rate; None for attacks without one."""
 
     @property
-    def best(self) -> Evaluation | None:
+    def best(self) -> SearchEvaluation | None:
         """The evaluation with the greatest median similarity; None if the search diverged before the first."""
         return max(self.looks, key=lambda look: look.score, default=None)
 
@@ -88,7 +88,9 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        looks = tuple(Evaluation(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"])
+        looks = tuple(
+            SearchEvaluation(**{**look, "similarities": tuple(look["similarities"])}) for look in values["looks"]
+        )
         return cls(**{**values, "looks": looks})
 
 
@@ -97,7 +99,7 @@ class Trial:
 class SearchOutcome:
     """Result of the searches for one target."""
 
-    trials: tuple[Trial, ...]
+    trials: tuple[SearchTrial, ...]
     """One per starting point."""
     text: Text
     """The embeddings at the end, in their order."""
@@ -225,7 +227,7 @@ class _Trials:
         self._image, self._walk = image.cpu(), walk
         self._settings, self._similarity, self._names, self._rates = settings, similarity, names, rates
         self._seeds = [derive(seed, number) for number in range(settings.images)]
-        self._looks: list[list[Evaluation]] = [[] for _ in names]
+        self._looks: list[list[SearchEvaluation]] = [[] for _ in names]
         self._outcomes: list[Outcome] = ["resisted"] * len(names)
         self._ended = [settings.steps] * len(names)
         self._before: dict[int, Tensor] = {}
@@ -258,7 +260,7 @@ class _Trials:
             if not all(map(math.isfinite, similarities)):
                 self._end(row, step, "diverged")
                 return
-            looks.append((Evaluation(step, similarities, loss, self._walk.distance(row), guidance), made))
+            looks.append((SearchEvaluation(step, similarities, loss, self._walk.distance(row), guidance), made))
         enough = self._settings.threshold
         look, images = max(looks, key=lambda one: (sum(v >= enough for v in one[0].similarities), one[0].score))
         similarities = look.similarities
@@ -293,7 +295,7 @@ class _Trials:
         for row, (start, number) in enumerate(self._names):
             outcome, ended = self._outcomes[row], self._ended[row]
             steps = ended if outcome == "found" else None
-            trials.append(Trial(start, number, outcome, steps, ended, tuple(self._looks[row]), self._rates[row]))
+            trials.append(SearchTrial(start, number, outcome, steps, ended, tuple(self._looks[row]), self._rates[row]))
         rows = range(len(trials))
         # A row that diverged gets a gray image.
         blank = torch.full((self._settings.images, *self._image.shape), 0.5)
@@ -357,7 +359,7 @@ _FOUND = "found"  # folder of the embeddings and images of every run
 
 @final
 @dataclass(frozen=True)
-class Target:
+class TargetImage:
     """An image to be brought back."""
 
     name: str
@@ -370,14 +372,14 @@ class Target:
     """True if the unedited model was trained on it; False for controls."""
 
 
-def turned(target: Target) -> Target:
+def turned(target: TargetImage) -> TargetImage:
     """Make a control of a target: upside down, with its colors exchanged, so that only the picture is another."""
-    return Target(f"{target.name}, turned", target.prompt, target.image.flip(1, 2).roll(1, 0), trained=False)
+    return TargetImage(f"{target.name}, turned", target.prompt, target.image.flip(1, 2).roll(1, 0), trained=False)
 
 
 @final
 @dataclass(frozen=True)
-class Subject:
+class SearchedModel:
     """A model to be searched."""
 
     name: str
@@ -411,7 +413,7 @@ class _RunConfig:
 
 @final
 @dataclass(frozen=True)
-class Run:
+class TargetSearches:
     """The searches for one target in one model with one seed."""
 
     subject: str
@@ -424,12 +426,12 @@ class Run:
     """Seed of the draws."""
     digest: str
     """Digest of the run's configuration, by which the run is remembered."""
-    trials: tuple[Trial, ...]
+    trials: tuple[SearchTrial, ...]
     """One per start and restart."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        return cls(**{**values, "trials": tuple(map(Trial.from_json, values["trials"]))})
+        return cls(**{**values, "trials": tuple(map(SearchTrial.from_json, values["trials"]))})
 
 
 @final
@@ -437,7 +439,7 @@ class Run:
 class Comparison:
     """All searches of a comparison."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[TargetSearches, ...]
     """All runs, in the order of subjects, targets and seeds."""
     settings: SearchSettings
     """Settings of each search."""
@@ -453,7 +455,7 @@ class Comparison:
         """The names of the subjects, in their order."""
         return tuple(dict.fromkeys(run.subject for run in self.runs))
 
-    def of(self, subject: str, *, trained: bool | None = None) -> tuple[Run, ...]:
+    def of(self, subject: str, *, trained: bool | None = None) -> tuple[TargetSearches, ...]:
         """Return the runs on a subject: for planted targets, for controls, or all."""
         if subject not in self.subjects:
             names = ", ".join(self.subjects) or "none"
@@ -469,7 +471,7 @@ class Comparison:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         return cls(
-            tuple(map(Run.from_json, values["runs"])),
+            tuple(map(TargetSearches.from_json, values["runs"])),
             SearchSettings(**values["settings"]),
             values["similarity"],
             tuple((subject, target, reason) for subject, target, reason in values["failures"]),
@@ -478,8 +480,8 @@ class Comparison:
 
 
 def compare(
-    subjects: Sequence[Subject],
-    targets: Sequence[Target],
+    subjects: Sequence[SearchedModel],
+    targets: Sequence[TargetImage],
     unrelated: Sequence[str],
     settings: SearchSettings,
     *,
@@ -557,7 +559,7 @@ def compare(
     return Comparison(tuple(runs), settings, measure, tuple(failures), seconds)
 
 
-def _check(subjects: Sequence[Subject], targets: Sequence[Target], seeds: Sequence[int]) -> None:
+def _check(subjects: Sequence[SearchedModel], targets: Sequence[TargetImage], seeds: Sequence[int]) -> None:
     if not subjects or not targets or not seeds:
         raise UsageError("A comparison needs at least one model, one target and one seed.")
     for what, names in (("models", [one.name for one in subjects]), ("targets", [one.name for one in targets])):
@@ -566,19 +568,19 @@ def _check(subjects: Sequence[Subject], targets: Sequence[Target], seeds: Sequen
             raise UsageError(f"Several {what} are called {twice[0]!r}.", cure="Give each a name of its own.")
 
 
-def _opened(subject: Subject) -> AbstractContextManager[TextToImage]:
+def _opened(subject: SearchedModel) -> AbstractContextManager[TextToImage]:
     return nullcontext(subject.model) if subject.mitigated is None else subject.mitigated(subject.model)
 
 
-def _run(result: Result[_RunConfig], target: Target) -> Run:
+def _run(result: RunResult[_RunConfig], target: TargetImage) -> TargetSearches:
     config = result.config
-    trials = tuple(map(Trial.from_json, result.value))
-    return Run(config.subject, config.target, target.trained, config.seed, result.digest, trials)
+    trials = tuple(map(SearchTrial.from_json, result.value))
+    return TargetSearches(config.subject, config.target, target.trained, config.seed, result.digest, trials)
 
 
 @final
 @dataclass(frozen=True)
-class Images:
+class ImagesBeforeAndAfter:
     """Images that the embeddings of a run generate, and the embeddings."""
 
     before: Tensor
@@ -603,8 +605,8 @@ def _keep(folder: Path, config: _RunConfig, result: SearchOutcome) -> None:
     write_checkpoint(_path(folder, digest), {"run": digest}, tensors.items())
 
 
-def images_of(folder: str | Path, run: Run) -> Images:
+def images_of(folder: str | Path, run: TargetSearches) -> ImagesBeforeAndAfter:
     """Read the embeddings and images of a run."""
     with open_checkpoint(_path(Path(folder), run.digest), {"run": run.digest}) as (_, store, _):
         before, after = (store.get(name).float() / 255 for name in ("before", "after"))
-        return Images(before, after, store.get("states"))
+        return ImagesBeforeAndAfter(before, after, store.get("states"))

@@ -153,7 +153,7 @@ def run_attack(subject: Subject, settings: AttackSettings, goal: Goal) -> Attack
     with _own_randomness(subject, settings):
         monitor = _Monitor(subject, settings, goal, domain.threshold)
         victim = changed_copy(subject, settings)
-        training = Training(victim, settings, pad_id=subject.pad_id)
+        training = AttackTraining(victim, settings, pad_id=subject.pad_id)
         monitor.evaluate(victim, 0, None, last=False)
         for step, batch in enumerate(attack_batches(domain.train, subject.benign, settings, pad_id=subject.pad_id), 1):
             if monitor.done:
@@ -172,7 +172,7 @@ def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Modul
     train = subject.domain(settings.data).train
     with _own_randomness(subject, settings):
         victim = changed_copy(subject, settings)
-        training = Training(victim, settings, pad_id=subject.pad_id)
+        training = AttackTraining(victim, settings, pad_id=subject.pad_id)
         for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
             training.step(batch)
         training.settle()
@@ -312,7 +312,7 @@ def learning_rate(settings: AttackSettings, step: int) -> float:
 
 
 @final
-class Training:
+class AttackTraining:
     """A victim in the attacker's hands."""
 
     def __init__(self, victim: nn.Module, settings: AttackSettings, *, pad_id: int = 0) -> None:

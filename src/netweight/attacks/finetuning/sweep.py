@@ -23,7 +23,7 @@ from netweight.core.engines import Engine, in_process, local_processes
 from netweight.core.lazy import import_named
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
-from netweight.job import Job, Result
+from netweight.job import Job, RunResult
 
 
 @final
@@ -167,7 +167,7 @@ def sweep(
     runs: list[AttackOutcome] = []
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
-    by_digest: dict[str, Result[AttackJob]] = {}
+    by_digest: dict[str, RunResult[AttackJob]] = {}
     with Job.open(folder, shared=True) as ledger, progress.task("attacks", total=len(jobs), unit="attacks") as work:
         for result in ledger.map(attack_job, jobs, name=ATTACKS, engine=engine):
             by_digest[result.digest] = result

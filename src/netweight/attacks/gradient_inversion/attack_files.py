@@ -21,7 +21,7 @@ from netweight.attacks.gradient_inversion.client import (
 )
 from netweight.attacks.gradient_inversion.matching import run_attack
 from netweight.attacks.gradient_inversion.report import findings_of, in_order, inversion_section, write_images
-from netweight.attacks.gradient_inversion.settings import InversionSettings
+from netweight.attacks.gradient_inversion.settings import GradientInversionSettings
 from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.foreign_errors import running
 from netweight.core.lazy import import_named
@@ -38,7 +38,7 @@ _SEARCHES = "searches"
 _OF_THE_REPORT = ("reference", "lpips_backbone", "lpips_heads", "max_psnr", "params")
 
 
-def attack(target: Target, settings: InversionSettings, progress: Progress) -> Result:
+def attack(target: Target, settings: GradientInversionSettings, progress: Progress) -> Result:
     """Reconstruct images from the update of one client, a safetensors file."""
     check_figures()
     shape, seed = settings.shape, target.seed
@@ -94,12 +94,12 @@ def _with_doubt(
     return replace(section, warnings=(*section.warnings, warning))
 
 
-def check(update: Path | None, settings: InversionSettings) -> None:
+def check(update: Path | None, settings: GradientInversionSettings) -> None:
     """Refuse before any work a model that cannot be imported."""
     import_named(settings.model, "--model")
 
 
-def _digest(model: nn.Module, observed: Mapping[str, Tensor], settings: InversionSettings, seed: int) -> str:
+def _digest(model: nn.Module, observed: Mapping[str, Tensor], settings: GradientInversionSettings, seed: int) -> str:
     """Return the digest of all that decides a search, the code of the model excepted."""
     about = {name: value for name, value in settings.to_json().items() if name not in _OF_THE_REPORT}
     weights = {name: digest_tensor(value) for name, value in model.state_dict().items()}
@@ -168,7 +168,7 @@ def _try(model: nn.Module, shape: tuple[int, ...]) -> None:
         ) from error
 
 
-def _client(model: nn.Module, settings: InversionSettings) -> LocalUpdate:
+def _client(model: nn.Module, settings: GradientInversionSettings) -> LocalUpdate:
     if settings.lr is None:
         return gradient_of(model)
     return sgd_difference(

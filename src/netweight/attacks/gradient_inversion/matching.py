@@ -36,7 +36,7 @@ from netweight.attacks.gradient_inversion.client import (
     sgd_difference,
 )
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.progress import QUIET, Progress, ProgressTask
 from netweight.errors import UsageError
 from netweight.job import Job
 
@@ -519,7 +519,11 @@ def squared_distance(imitated: Tensors, observed: Tensors) -> Tensor:
 
 
 def _search(
-    objective: Callable[[Tensor, Tensor], Tensor], start: tuple[Tensor, Tensor], steps: int, task: Task, job: Job | None
+    objective: Callable[[Tensor, Tensor], Tensor],
+    start: tuple[Tensor, Tensor],
+    steps: int,
+    task: ProgressTask,
+    job: Job | None,
 ) -> tuple[tuple[Tensor, Tensor], tuple[float, ...]]:
     """Run L-BFGS from one start; return where it ended and the objective from start to end."""
     images, score = (part.clone().requires_grad_() for part in start)

@@ -15,7 +15,7 @@ _File: TypeAlias = Annotated[Path, Cli(type=click.Path(path_type=Path, exists=Tr
 
 
 @final
-class InversionSettings(Settings):
+class GradientInversionSettings(Settings):
     """An attack on the update of one client."""
 
     model: Annotated[str, Cli(metavar="MODULE:NAME")] = Field(

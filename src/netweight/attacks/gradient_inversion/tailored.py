@@ -21,7 +21,7 @@ from netweight.attacks.gradient_inversion.chains import Chain, Peel, pool_softly
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
 from netweight.attacks.gradient_inversion.matching import Bounds, DescentResult, descend, total_variation
 from netweight.core import seeds
-from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.progress import QUIET, Progress, ProgressTask
 from netweight.errors import UsageError
 from netweight.nn.hypernetwork import ParameterLayout, hidden_code
 
@@ -254,7 +254,7 @@ def _flattened(
     return undone(chain.blocks[-1], features.view(size), back.view(size))
 
 
-def _attempt(problem: _Problem, config: PeelingConfig, seed: int, bar: Task) -> tuple[Tensor, list[float]]:
+def _attempt(problem: _Problem, config: PeelingConfig, seed: int, bar: ProgressTask) -> tuple[Tensor, list[float]]:
     """One restart: the image with the least misfit on the way, and the misfits, the kept one last."""
     image = _descend(problem, config, seeds.torch_generator(seed))
     best, history, doubt = image, [problem.misfit(image)], 0.1

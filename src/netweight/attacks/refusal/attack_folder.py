@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.attacks.refusal.judges import phrase_judge, user_judge
-from netweight.attacks.refusal.measurement import Examiner, Panel, Refusal, Score
-from netweight.attacks.refusal.prompts import Question, Questions, in_parts, read_questions, refuse_shared
+from netweight.attacks.refusal.measurement import EditScore, Examiner, Panel, Refusal
+from netweight.attacks.refusal.prompts import Question, QuestionSplit, in_parts, read_questions, refuse_shared
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
@@ -130,7 +130,7 @@ def attack_refusal(
 
 
 def _identity(
-    settings: RefusalSettings, network: nn.Module, unaligned: nn.Module | None, *parts: Questions
+    settings: RefusalSettings, network: nn.Module, unaligned: nn.Module | None, *parts: QuestionSplit
 ) -> dict[str, Any]:
     """Return what a remembered row depends on: weights and prompts themselves, not the files that hold them."""
     prompts = [[list(q.prompt), list(q.response)] for each in parts for q in (*each.make, *each.choose, *each.measure)]
@@ -140,7 +140,7 @@ def _identity(
     for judge in filter(None, (settings.judge, settings.helps)):
         files = sorted(Path(judge.partition("#")[0]).glob("*.safetensors"))
         about |= {f"weights of {judge}": [digest_file(each) for each in files]} if files else {}
-    about |= {name: value.to_json() for name, value in settings if isinstance(value, EditSettings)}
+    about |= {name: value.to_json() for name, value in settings if isinstance(value, RefusalEditSettings)}
     return {
         "model": _digest(network), "prompts": digest_config(prompts), "settings": about,
         "unaligned": None if unaligned is None else _digest(unaligned),
@@ -190,7 +190,7 @@ def _scored(
                 with edit.apply(panel.examiner.model):
                     row = asdict(panel.score())
                 job.record(EDITS, row, key=key)
-            scored.append(ScoredEdit(edit, Score(**row)))
+            scored.append(ScoredEdit(edit, EditScore(**row)))
             work.update()
     return scored
 

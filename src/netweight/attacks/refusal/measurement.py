@@ -41,7 +41,7 @@ _LEAST_SHARED = 8
 
 @final
 @dataclass(frozen=True)
-class Score:
+class EditScore:
     """Score of an edited model, by single forward passes on the prompts that choose edits."""
 
     first_token: float
@@ -265,12 +265,12 @@ class Panel:
         """Measure the unedited model's own perplexity, before the first edit."""
         _ = self._own_loss
 
-    def score(self) -> Score:
+    def score(self) -> EditScore:
         """Score the model as it is now by single forward passes."""
         mass = self.examiner.next_tokens(self._refused).exp()[:, list(self.examiner.first)].sum(1)
         now = self.examiner.next_tokens(self._ordinary)
         divergence = functional.kl_div(now, self._own, log_target=True, reduction="none").sum(1).mean()
-        return Score(float(mass.mean()), float(divergence), self._accuracy())
+        return EditScore(float(mass.mean()), float(divergence), self._accuracy())
 
     def _accuracy(self) -> float | None:
         """Token accuracy on the known answers to refused prompts; None where one is not known."""

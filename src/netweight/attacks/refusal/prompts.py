@@ -10,7 +10,7 @@ import torch
 
 from netweight.core.seeds import torch_generator
 from netweight.data.answers import normalized
-from netweight.data.rows import Rows
+from netweight.data.rows import DataRows
 from netweight.data.text import text_prompts
 from netweight.data.tokens import BELOW, AnyTemplate, Chat, Example, rows_and_examples, tokenized_prompts
 from netweight.errors import UsageError
@@ -45,7 +45,7 @@ class Question:
 
 @final
 @dataclass(frozen=True)
-class Questions:
+class QuestionSplit:
     """The prompts of one kind, in three parts."""
 
     make: Sequence[Question]
@@ -57,7 +57,7 @@ class Questions:
 
 
 def read_questions(
-    rows: Rows,
+    rows: DataRows,
     kind: str,
     network: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -131,7 +131,7 @@ def refuse_shared(
         )
 
 
-def in_parts(questions: Sequence[Question]) -> Questions:
+def in_parts(questions: Sequence[Question]) -> QuestionSplit:
     """Part prompts into those that edits are made of, chosen by and measured on."""
     first, second = round(_MADE * len(questions)), round((_MADE + _CHOSEN) * len(questions))
-    return Questions(questions[:first], questions[first:second], questions[second:])
+    return QuestionSplit(questions[:first], questions[first:second], questions[second:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
     from netweight.attacks.refusal.edits.edit import RefusalEdit
-    from netweight.attacks.refusal.measurement import Refusal, Score
+    from netweight.attacks.refusal.measurement import EditScore, Refusal
     from netweight.attacks.refusal.settings import RefusalSettings
 
 
@@ -19,7 +19,7 @@ class ScoredEdit:
 
     edit: RefusalEdit
     """The edit that was scored."""
-    score: Score
+    score: EditScore
     """Score on the prompts that edits are chosen with."""
     measured: Refusal | None = field(default=None)
     """Refusals on the held-out prompts; None if answers were not generated."""

@@ -10,7 +10,7 @@ from pydantic import Field, create_model
 
 from netweight.attacks.finetuning.settings import FolderAttack
 from netweight.attacks.refusal.edits import EDITS
-from netweight.attacks.refusal.edits.edit import EditSettings
+from netweight.attacks.refusal.edits.edit import RefusalEditSettings
 from netweight.core.names import not_found
 from netweight.data.refusals import PHRASES
 from netweight.data.text_options import RowSource, TextOptions
@@ -100,7 +100,7 @@ class RefusalSettings(_EditOptions):
         """The files of prompts."""
         return [source for source in (self.refused, self.ordinary) if isinstance(source, Path)]
 
-    def chosen_edits(self) -> Iterator[tuple[str, EditSettings]]:
+    def chosen_edits(self) -> Iterator[tuple[str, RefusalEditSettings]]:
         """Yield the kinds of edits that are tried, with their settings."""
         for kind in self.edits:
             yield kind, getattr(self, _FIELDS[kind])

@@ -266,7 +266,7 @@ def _output(layout: BlobLayout, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class LossySection:
     """A lossless blob in a lossy one."""
 
     start: int
@@ -293,13 +293,13 @@ class LossyLayout:
     """Size of the blob in bytes."""
     rounding: lossy.Rounding
     """How the weights were rounded."""
-    words: Section
+    words: LossySection
     """Signs, exponents and kept mantissa bits."""
-    normalizers: Section | None
+    normalizers: LossySection | None
     """Normalizers of the blocks; None for rounding without them."""
-    gaps: Section | None
+    gaps: LossySection | None
     """Places of the numbers that are kept exactly."""
-    exact: Section | None
+    exact: LossySection | None
     """These numbers."""
 
 
@@ -309,13 +309,13 @@ def lossy_layout_of(blob: Tensor) -> LossyLayout:
     with in_our_words("a blob"):
         fields = lossy.read_header(local.numpy())
     start = fields.words_start
-    sections: list[Section | None] = []
+    sections: list[LossySection | None] = []
     for part in (fields.words, fields.normalizers, fields.gaps, fields.exact):
         if part is None:
             sections.append(None)
         else:
             its = layout_of(local[start : start + len(part)])
-            sections.append(Section(start, replace(its, starts=its.starts.to(blob.device))))
+            sections.append(LossySection(start, replace(its, starts=its.starts.to(blob.device))))
             start += len(part)
     words, normalizers, gaps, kept = sections
     assert words is not None

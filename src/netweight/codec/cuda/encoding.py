@@ -32,7 +32,7 @@ from netweight.codec.header import (
     dtype_name,
     varint,
 )
-from netweight.codec.numpy_tables import Plane, sampling
+from netweight.codec.numpy_tables import PlaneStatistics, sampling
 from netweight.core.tensor_bytes import row_major_bytes
 from netweight.errors import OutOfMemory, UsageError
 
@@ -376,7 +376,7 @@ def _run_wave(
     """Encode a wave of chunks, give them their places, and copy them there."""
     items, capacity = wave.chunks * plan.planes, blob.numel()
     what = (source, plan.numbers, plan.element.number_bytes, plan.chunk_log2)
-    splits = list(Plane.head(plan.element).splits(plan.level))
+    splits = list(PlaneStatistics.head(plan.element).splits(plan.level))
     how = (splits[0].raw_bits, splits[-1].raw_bits, int(splits[0].signed), sampling(plan.level))
     given = (room.slots, plan.slot_bytes, room.work, plan.work_bytes, room.sizes)
     _launch("encode_planes", items, [*what, *how, wave.first, *given])

@@ -40,7 +40,7 @@ _ALIGNMENT = 16
 
 @final
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """Launch parameters of a product."""
 
     entry: str
@@ -56,13 +56,13 @@ class Plan:
 
 
 @cache
-def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
+def plan(batch: int, rows: int, columns: int, processors: int) -> LaunchPlan:
     """Choose the kernel for 1 to 64 rows of inputs; columns are split where rows alone do not occupy the processors."""
     layout = layout_of_shape(rows, columns)
     if batch > _MOST_NARROW:
         blocks = -(-layout.tile_rows // _SIDE_WARPS)
         splits = max(1, min(_SIDE_BLOCKS * processors // blocks, layout.tile_columns // 4, _MOST_SIDE_SPLITS))
-        return Plan(f"product_{_MOST_AT_ONCE}", _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
+        return LaunchPlan(f"product_{_MOST_AT_ONCE}", _SIDE_WARPS, _SIDE_WARPS, splits, blocks * splits)
     entry = next(f"product_{most}" for most in (8, 16, 32) if batch <= most)
     # For more inputs, two tiles share the loaded inputs.
     row_tiles = 1 if batch <= 8 else 2
@@ -74,7 +74,7 @@ def plan(batch: int, rows: int, columns: int, processors: int) -> Plan:
     warps = max(1, min(most, layout.tile_columns // tiles_each))
     # A split is worth a second kernel only if each warp keeps some tiles to multiply.
     splits = max(1, min(processors // blocks, layout.tile_columns // (4 * warps), _MOST_SPLITS))
-    return Plan(entry, warps, row_tiles, splits, blocks * splits)
+    return LaunchPlan(entry, warps, row_tiles, splits, blocks * splits)
 
 
 @cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from netweight.data.images.pictures import Fit, decode_pictures
 from netweight.data.prompts import COLUMNS, prompt_of
 from netweight.data.row_layouts import UnusableText
-from netweight.data.rows import Row, RowErrors, Rows, read_rows
+from netweight.data.rows import DataRow, DataRows, RowErrors, read_rows
 from netweight.errors import NameNotFound
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Pairs:
         return list(dict.fromkeys(pair.prompt for pair in self.pairs))
 
 
-def check_pairs(path: str | Path) -> Rows:
+def check_pairs(path: str | Path) -> DataRows:
     """Read a table and check that every row has a prompt, and an image file that is there; no image is opened."""
     table, folder = read_rows(path), Path(path).parent
     prompt, image = (_column(table, names) for names in (COLUMNS, _IMAGES))
@@ -70,9 +70,9 @@ def check_pairs(path: str | Path) -> Rows:
         values, problems = _values(row, prompt, image, folder)
         for problem in problems:
             errors.add(row.where, problem)
-        rows.append(Row(row.where, values))
+        rows.append(DataRow(row.where, values))
     errors.refuse("Name a prompt and an image file in every row; paths start at the table's folder.")
-    return Rows(table.name, rows)
+    return DataRows(table.name, rows)
 
 
 def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pairs:
@@ -102,7 +102,7 @@ def read_pairs(path: str | Path, size: tuple[int, int], fit: Fit = "crop") -> Pa
     return Pairs(tuple(MemorizedPair(*each) for each in made), decoded.remarks)
 
 
-def _column(table: Rows, names: Sequence[str]) -> str:
+def _column(table: DataRows, names: Sequence[str]) -> str:
     """Return the first of some columns that a table has."""
     column = next((name for name in names if name in table.columns), None)
     if column is None:
@@ -113,7 +113,7 @@ def _column(table: Rows, names: Sequence[str]) -> str:
     return column
 
 
-def _values(row: Row, prompt: str, image: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def _values(row: DataRow, prompt: str, image: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the prompt, the image's path and the kind of a row, and what is wrong with them."""
     from netweight.metrics.copies import Kind
 

@@ -28,7 +28,7 @@ BLOCK = 1 << 15
 
 
 @dataclass(frozen=True)
-class Layout:
+class BitLayout:
     """Widths of a number's parts, from the highest bit down: sign, exponent, mantissa."""
 
     bits: int
@@ -42,17 +42,17 @@ class Layout:
 
 
 _LAYOUTS = {
-    "bfloat16": Layout(16, 1, 8, 7),
-    "float16": Layout(16, 1, 5, 10),
-    "float32": Layout(32, 1, 8, 23),
-    "float64": Layout(64, 1, 11, 52),
-    "float8_e4m3fn": Layout(8, 1, 4, 3),
-    "float8_e4m3fnuz": Layout(8, 1, 4, 3),
-    "float8_e5m2": Layout(8, 1, 5, 2),
-    "float8_e5m2fnuz": Layout(8, 1, 5, 2),
-    "float8_e8m0fnu": Layout(8, 0, 8, 0),
-    "bool": Layout(8, 0, 0, 8),
-} | {f"{kind}{width}": Layout(width, 0, 0, width) for kind in ("int", "uint") for width in (8, 16, 32, 64)}
+    "bfloat16": BitLayout(16, 1, 8, 7),
+    "float16": BitLayout(16, 1, 5, 10),
+    "float32": BitLayout(32, 1, 8, 23),
+    "float64": BitLayout(64, 1, 11, 52),
+    "float8_e4m3fn": BitLayout(8, 1, 4, 3),
+    "float8_e4m3fnuz": BitLayout(8, 1, 4, 3),
+    "float8_e5m2": BitLayout(8, 1, 5, 2),
+    "float8_e5m2fnuz": BitLayout(8, 1, 5, 2),
+    "float8_e8m0fnu": BitLayout(8, 0, 8, 0),
+    "bool": BitLayout(8, 0, 0, 8),
+} | {f"{kind}{width}": BitLayout(width, 0, 0, width) for kind in ("int", "uint") for width in (8, 16, 32, 64)}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class BitStatistics:
     """Count of every byte value at each byte position, lowest byte first, shape `(itemsize, 256)`."""
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> BitLayout:
         """Widths of the parts."""
         return _LAYOUTS[self.dtype]
 

@@ -10,7 +10,7 @@ from netweight.methods.compress.compress_folder import Summary, compress_folder,
 from netweight.methods.compress.inspect import TensorReport, inspect_tensors, plot_bits
 from netweight.methods.compress.settings import CompressSettings, DecompressSettings, InspectSettings, VerifySettings
 from netweight.methods.compress.verify import verify as compare
-from netweight.registry import Context, Result, Rows, shell_line
+from netweight.registry import Context, PrintedTable, Result, shell_line
 from netweight.report.finding import Finding, Section
 
 _SHOWN = 20  # names written for each failed finding
@@ -58,7 +58,7 @@ def verify(settings: VerifySettings, context: Context, path: Path) -> Result:
     findings = compare(
         path, settings.against, base=settings.base, threads=settings.threads, progress=context.progress
     )  # fmt: skip
-    lines: list[str | Rows] = []
+    lines: list[str | PrintedTable] = []
     for finding in findings:
         word = {True: "met", False: "MISSED", None: ""}[finding.passed]
         value = finding.value if isinstance(finding.value, int) else f"{finding.value:.4f}"
@@ -87,8 +87,8 @@ def inspect(settings: InspectSettings, context: Context, path: Path) -> Result:
         rows = [[*row, *_rounding_of(report)] for row, report in zip(rows, reports, strict=True)]
     plain, stored = (sum(getattr(report.info, size) for report in reports) for size in ("nbytes", "stored_nbytes"))
     weights = sum(math.prod(report.info.shape) for report in reports)
-    lines: list[str | Rows] = [
-        Rows(headers, rows),
+    lines: list[str | PrintedTable] = [
+        PrintedTable(headers, rows),
         f"{len(reports)} tensors in {quantities.many(len(files), 'file')}, {weights:,} weights: "
         f"{quantities.size(plain)} of values in {quantities.size(stored)} of file, "
         f"{8 * stored / max(weights, 1):.2f} bits per weight",
@@ -102,9 +102,9 @@ def inspect(settings: InspectSettings, context: Context, path: Path) -> Result:
     return Result(lines, payload=payload, written=written)
 
 
-def _lines(summary: Summary, sizes: str) -> list[str | Rows]:
+def _lines(summary: Summary, sizes: str) -> list[str | PrintedTable]:
     rate = summary.nbytes / max(summary.seconds, 1e-9)
-    lines: list[str | Rows] = [
+    lines: list[str | PrintedTable] = [
         f"{summary.target}: {summary.tensors} tensors, {sizes} (ratio {summary.ratio:.4f}), "
         f"{summary.seconds:.2f} s, {quantities.size(rate)}/s"
     ]

@@ -17,7 +17,7 @@ from netweight.codec.lossy import LOSSLESS_BITS
 from netweight.core import quantities
 from netweight.core.atomic_writes import mode_of, part_of, whole_file
 from netweight.core.digests import digest_bytes, digest_file
-from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.progress import QUIET, Progress, ProgressTask
 from netweight.core.threads import usable_cores
 from netweight.errors import UsageError
 from netweight.job import Job, check_destination
@@ -364,7 +364,7 @@ class _Compression:
     settings: CompressSettings
     sources: Mapping[str, TensorSource]
     work: Job
-    task: Task
+    task: ProgressTask
     done: dict[str, FileEntry] = dataclasses.field(default_factory=dict)
     stored_tensors: dict[Path, StoredTensors] = dataclasses.field(default_factory=dict)
     """Folder → tensors of its files."""
@@ -462,7 +462,7 @@ class _Compression:
         return FileEntry.rewritten(item.path, item.stored, content, digests=digests, size=len(stored))
 
 
-def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: Path | None, task: Task) -> None:
+def _restore(stored: Path, target: Path, entry: FileEntry, threads: int, base: Path | None, task: ProgressTask) -> None:
     """Restore one file and compare it with what was recorded."""
     if entry.kind == "compressed":
         digest = restore_file(stored, target, threads=threads, overwrite=True, base=base, advance=task.update).digest

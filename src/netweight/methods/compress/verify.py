@@ -192,12 +192,12 @@ class _Comparison:
             head = plain_head(file)
             whole = xxhash.xxh3_128(head)
             broken: set[str] = set()
-            pair: _Pair | None = None
+            pair: _ComparedTensor | None = None
             for tensor, start, content in file.blocks(threads=self.threads):
                 where = f"{name}: {tensor}" if name else tensor
                 if not start:
                     self.tensors += 1
-                    pair = None if peer is None or tensor not in peer else _Pair.of(file, peer, tensor)
+                    pair = None if peer is None or tensor not in peer else _ComparedTensor.of(file, peer, tensor)
                     rounding = None if isinstance(content, CorruptBlob) else file.rounding(tensor)
                     if rounding is not None:
                         self.rounded.append(rounding)
@@ -221,7 +221,7 @@ class _Comparison:
                 if plain_head(peer) != head:
                     self.different_files.append(f"{name or path.name}: the headers differ (order, metadata or padding)")
 
-    def _judge(self, pair: _Pair, where: str) -> None:
+    def _judge(self, pair: _ComparedTensor, where: str) -> None:
         """Say what came of comparing two tensors."""
         if pair.bound is None:
             self.compared_tensors += 1
@@ -291,7 +291,7 @@ class _Comparison:
 
 
 @dataclass
-class _Pair:
+class _ComparedTensor:
     """A tensor and its peer, compared piece by piece: every bit, or every weight if one of the two is rounded."""
 
     peer: StoredFile
@@ -308,7 +308,7 @@ class _Pair:
     """The largest so far."""
 
     @classmethod
-    def of(cls, file: StoredFile, peer: StoredFile, name: str) -> _Pair:
+    def of(cls, file: StoredFile, peer: StoredFile, name: str) -> _ComparedTensor:
         mine, theirs = file.info(name), peer.info(name)
         rounding, its = file.rounding(name), peer.rounding(name)
         if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class CatalogEntry:
     """A method of the catalog."""
 
     home: str
@@ -38,27 +38,29 @@ class Entry:
 _GENTLE = LocalTraining(lr=0.005, weight_decay=0.02)
 _FROM_BODY = {"start_from": "body"}
 
-METHODS: Mapping[str, Entry] = {
-    "hyperfl": Entry("hyperfl:HyperFL"),
-    "hyperfl-body": Entry("hyperfl:HyperFL", {**_FROM_BODY, "joint_head": True, "name": "hyperfl-body"}),
-    "hyperfl-whole": Entry("hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE),
-    "fedavg": Entry("direct:fedavg"),
-    "fedavg-private-head": Entry("direct:fedavg_private_head"),
-    "fedrep": Entry("direct:fedavg_private_head", {"name": "fedrep"}),
-    "fedprox": Entry("fedprox:fedprox"),
-    "ditto": Entry("ditto:ditto"),
-    "fedbn": Entry("fedbn:fedbn"),
-    "scaffold": Entry("scaffold:scaffold", training=LocalTraining(momentum=0.0)),
-    "local": Entry("direct:local_only"),
-    "pfedhn": Entry("pfedhn:pfedhn", training=None),
-    "pfedhn-pc": Entry("pfedhn:pfedhn_pc", training=None),
-    "dp-fedavg": Entry("private_sgd:dp_fedavg", private=True),
-    "centaur": Entry("private_sgd:centaur", private=True, has_epsilon=False),
-    "ppsgd": Entry("private_sgd:ppsgd", private=True, has_epsilon=False),
+METHODS: Mapping[str, CatalogEntry] = {
+    "hyperfl": CatalogEntry("hyperfl:HyperFL"),
+    "hyperfl-body": CatalogEntry("hyperfl:HyperFL", {**_FROM_BODY, "joint_head": True, "name": "hyperfl-body"}),
+    "hyperfl-whole": CatalogEntry(
+        "hyperfl:HyperFL", {**_FROM_BODY, "private_head": False, "name": "hyperfl-whole"}, _GENTLE
+    ),
+    "fedavg": CatalogEntry("direct:fedavg"),
+    "fedavg-private-head": CatalogEntry("direct:fedavg_private_head"),
+    "fedrep": CatalogEntry("direct:fedavg_private_head", {"name": "fedrep"}),
+    "fedprox": CatalogEntry("fedprox:fedprox"),
+    "ditto": CatalogEntry("ditto:ditto"),
+    "fedbn": CatalogEntry("fedbn:fedbn"),
+    "scaffold": CatalogEntry("scaffold:scaffold", training=LocalTraining(momentum=0.0)),
+    "local": CatalogEntry("direct:local_only"),
+    "pfedhn": CatalogEntry("pfedhn:pfedhn", training=None),
+    "pfedhn-pc": CatalogEntry("pfedhn:pfedhn_pc", training=None),
+    "dp-fedavg": CatalogEntry("private_sgd:dp_fedavg", private=True),
+    "centaur": CatalogEntry("private_sgd:centaur", private=True, has_epsilon=False),
+    "ppsgd": CatalogEntry("private_sgd:ppsgd", private=True, has_epsilon=False),
 }
 
 
-def entry_of(name: str) -> Entry:
+def entry_of(name: str) -> CatalogEntry:
     """Look a method up."""
     if name not in METHODS:
         raise not_found(f"There is no method {name!r}.", name, METHODS)

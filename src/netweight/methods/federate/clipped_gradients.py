@@ -407,7 +407,7 @@ class _Products:
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _GradientRows:
     """Gradients as they are, one row per example."""
 
     rows: Tensor
@@ -445,16 +445,16 @@ def layer_gradients(layer: nn.Module, inputs: Tensor, gradients: Tensor) -> dict
     if isinstance(layer, nn.Conv2d):
         return _convolution(layer, inputs, gradients)
     if inputs.ndim == 2:
-        return {"weight": _Products(gradients, inputs), "bias": _Rows(gradients)}
+        return {"weight": _Products(gradients, inputs), "bias": _GradientRows(gradients)}
     along, features = gradients.flatten(1, -2), inputs.flatten(1, -2)
-    return {"weight": _Rows((along.transpose(1, 2) @ features).flatten(1)), "bias": _Rows(along.sum(1))}
+    return {"weight": _GradientRows((along.transpose(1, 2) @ features).flatten(1)), "bias": _GradientRows(along.sum(1))}
 
 
 def _convolution(layer: nn.Conv2d, inputs: Tensor, gradients: Tensor) -> dict[str, PerSample]:
     along = gradients.permute(0, 2, 3, 1).flatten(1, 2)
     kernels = along.transpose(1, 2) @ _patches(layer, inputs, gradients.shape[2], gradients.shape[3])
     kernels = kernels.view(*kernels.shape[:2], *layer.kernel_size, inputs.shape[1])
-    return {"weight": _Kernels(kernels), "bias": _Rows(along.sum(1))}
+    return {"weight": _Kernels(kernels), "bias": _GradientRows(along.sum(1))}
 
 
 def _patches(layer: nn.Conv2d, inputs: Tensor, height: int, width: int) -> Tensor:

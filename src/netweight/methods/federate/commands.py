@@ -10,7 +10,7 @@ from typing import Any
 from netweight.attacks.gradient_inversion.matching import MatchingConfig
 from netweight.errors import UsageError
 from netweight.methods.federate.checkpoint import CHECKPOINT
-from netweight.methods.federate.engine import Run, train
+from netweight.methods.federate.engine import TrainedFederation, train
 from netweight.methods.federate.exposure import AuditConfig
 from netweight.methods.federate.exposure import audit as attack_run
 from netweight.methods.federate.exposure_report import exposure_table
@@ -33,7 +33,7 @@ from netweight.methods.federate.plan import (
 from netweight.methods.federate.reconstruction import Search
 from netweight.methods.federate.report import add_sections, guarantees, rounds_section
 from netweight.methods.federate.threats import ThreatModel
-from netweight.registry import Context, Result, Rows, shell_line
+from netweight.registry import Context, PrintedTable, Result, shell_line
 from netweight.report.finding import Table
 from netweight.report.report import Report
 from netweight.report.text import format_number
@@ -110,7 +110,7 @@ def export(settings: FederationExport, context: Context, folder: Path, target: P
     body, head = export_weights(run, settings.client, target)
     shared = len(run.task.clients) > 1 and is_shared(run, settings.client)
     model = "The shared model, which all clients have" if shared else f"The personal model of client {settings.client}"
-    lines: list[str | Rows] = [
+    lines: list[str | PrintedTable] = [
         f"{model}: {body.name} and {head.name}.",
         f"Load them with body.load_state_dict(safetensors.torch.load_file({str(body)!r})), and the head likewise.",
     ]
@@ -149,11 +149,11 @@ def _threat(text: str) -> ThreatModel:
     return ThreatModel(batch, steps, summed_over=clients[0] if clients else 1, **changes)
 
 
-def _rounds(run: Run) -> list[str | Rows]:
+def _rounds(run: TrainedFederation) -> list[str | PrintedTable]:
     return _rounds_of(run.rounds, run.method.name, len(run.task.clients))
 
 
-def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[str | Rows]:
+def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[str | PrintedTable]:
     measured = [round for round in rounds if round.after]
     if not measured:
         return [f"{name}: no round measured accuracy."]
@@ -165,8 +165,8 @@ def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[
         for r in shown
     ]
     whom = "" if clients is None else f", {clients} clients"
-    lines: list[str | Rows] = [f"{name}{whom}: mean accuracy in %"]
-    lines.append(Rows(("round", "before local training", "after", "loss"), rows))
+    lines: list[str | PrintedTable] = [f"{name}{whom}: mean accuracy in %"]
+    lines.append(PrintedTable(("round", "before local training", "after", "loss"), rows))
     for round in rounds:
         lines += [f"Round {round.round}: client {client} left out: {why}." for client, why in round.refusals.items()]
         lines += [
@@ -176,8 +176,8 @@ def _rounds_of(rounds: Sequence[Round], name: str, clients: int | None) -> list[
 
 
 def _result(
-    run: Run, title: str, about: dict[str, Any], delta: float, folder: Path, config: AuditConfig | None,
-    context: Context, lines: list[str | Rows], *, seed: int = 0,
+    run: TrainedFederation, title: str, about: dict[str, Any], delta: float, folder: Path, config: AuditConfig | None,
+    context: Context, lines: list[str | PrintedTable], *, seed: int = 0,
 ) -> Result:  # fmt: skip
     """Audit if asked, write the report, and say how it ended."""
     exposures = attack_run(run, config, seed=seed, progress=context.progress) if config else []
@@ -200,9 +200,9 @@ def _result(
     )  # fmt: skip
 
 
-def _exposures(table: Table) -> list[str | Rows]:
+def _exposures(table: Table) -> list[str | PrintedTable]:
     headers = [
         column if isinstance(column, str) else f"{column.name} {column.unit}".strip() for column in table.columns
     ]
     rows = [(*row[:2], *(format_number(cell) for cell in row[2:-1])) for row in table.rows]
-    return [table.title, Rows(headers[:-1], rows), *(f"{row[0]}: {row[-1]}" for row in table.rows)]
+    return [table.title, PrintedTable(headers[:-1], rows), *(f"{row[0]}: {row[-1]}" for row in table.rows)]

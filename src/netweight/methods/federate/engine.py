@@ -23,8 +23,8 @@ from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.history import Round, total_answers
 from netweight.methods.federate.lies import Lying
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import Client, LocalResult, Method, Weights
-from netweight.methods.federate.rounds import Rounds, Trial
+from netweight.methods.federate.method import Client, ClientWeights, LocalResult, Method
+from netweight.methods.federate.rounds import RoundAttempt, Rounds
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update, check_allow_list
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @final
 @dataclass(frozen=True)
-class Run:
+class TrainedFederation:
     """A trained federation."""
 
     task: Task
@@ -59,7 +59,7 @@ class Run:
         """Client → how many answers it was asked for in the whole run, failed attempts included."""
         return total_answers(self.rounds, self.attempt_answers)
 
-    def weights(self, client: int) -> Weights:
+    def weights(self, client: int) -> ClientWeights:
         """Return a client's personal model from the server's state and what the client keeps."""
         return self.method.weights(self.task, self.method.message(self.state, client), self.private[client])
 
@@ -67,7 +67,7 @@ class Run:
 def train(
     task: Task, method: Method, settings: Federation = Federation(), *, folder: str | Path | Job | None = None,
     workers: int | None = None, device: torch.device | str = "cpu", save_every: int = 1, progress: Progress = QUIET,
-) -> Run:  # fmt: skip
+) -> TrainedFederation:  # fmt: skip
     """Train a federation.
 
     The same settings give the same result whatever the number of workers, up to rounding where a method multiplies
@@ -109,7 +109,7 @@ def train(
     return federation.result()
 
 
-def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> Run:
+def finished(task: Task, method: Method, settings: Federation, *, folder: str | Path) -> TrainedFederation:
     """Open a federation that has been trained; nothing is trained and nothing written."""
     with _opened(task, method, settings, folder, reading=True) as job:
         federation = _InThisProcess(task, method, settings, torch.device("cpu"), 1)
@@ -152,12 +152,12 @@ class _InThisProcess:
         self.rounds.state = self._placed(self.rounds.state)
         self._private = {c: self._placed(tensors) for c, tensors in saved.private.items()} if saved else {}
 
-    def result(self) -> Run:
+    def result(self) -> TrainedFederation:
         """Return what was trained, with the private tensors of clients that never took part, too."""
         private = {client: self.private(client) for client in self.task.clients}
         rounds = self.rounds
         about = tuple(rounds.rounds), self.settings.seed, dict(rounds.attempt_answers)
-        return Run(self.task, self.method, rounds.state, private, *about)
+        return TrainedFederation(self.task, self.method, rounds.state, private, *about)
 
     def _placed(self, tensors: Tensors) -> dict[str, Tensor]:
         return {name: value.to(self.device) for name, value in tensors.items()}
@@ -196,7 +196,7 @@ class _InThisProcess:
         """Return all clients."""
         return self.task.clients, {}
 
-    def collect(self, trial: Trial) -> list[Update]:
+    def collect(self, trial: RoundAttempt) -> list[Update]:
         """Let the clients train, and measure them where the round asks for it; that time is not counted."""
         clients = [Client(client, self.private(client), sent) for client, sent in trial.messages.items()]
         measured = self.settings.evaluates(trial.round)
@@ -214,7 +214,7 @@ class _InThisProcess:
             for one in self._results
         ]
 
-    def _received(self, clients: Sequence[Client]) -> list[tuple[int, Weights]]:
+    def _received(self, clients: Sequence[Client]) -> list[tuple[int, ClientWeights]]:
         return [(c.number, self.method.weights(self.task, c.message, c.private)) for c in clients]
 
     def settle(self, done: Round) -> None:
@@ -233,8 +233,8 @@ class _InThisProcess:
 
         return self._spread(share, clients)
 
-    def _accuracies(self, models: Sequence[tuple[int, Weights]]) -> dict[int, float]:
-        def share(model: LocalModel, part: Sequence[tuple[int, Weights]]) -> list[float]:
+    def _accuracies(self, models: Sequence[tuple[int, ClientWeights]]) -> dict[int, float]:
+        def share(model: LocalModel, part: Sequence[tuple[int, ClientWeights]]) -> list[float]:
             return [model.accuracy(w.body, w.head, self.task.client(number).test, w.statistics) for number, w in part]
 
         accuracies = self._spread(share, models)

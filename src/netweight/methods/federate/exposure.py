@@ -22,10 +22,10 @@ from netweight.core import progress as shown
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import Unsupported
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.observation import Observation, observe, read_update, update_change
 from netweight.methods.federate.protections import HardenedMethod
-from netweight.methods.federate.reconstruction import Candidates, Evidence, Search, nearest_pair, reconstruct
+from netweight.methods.federate.reconstruction import Candidates, Search, ServerKnowledge, nearest_pair, reconstruct
 from netweight.methods.federate.threats import ThreatModel, own_threat, training_of
 from netweight.metrics.images import psnr, ssim
 from netweight.metrics.intervals import ends_if_enough
@@ -181,8 +181,8 @@ _VERDICT = Conclusion(
 
 
 def exposure(
-    run: Run, threat: ThreatModel, *, updates: int, summed_over: int, seed: int, is_own: bool = False,
-    gradients: int = 0, search: Search | None = None, work: shown.Task | None = None,
+    run: TrainedFederation, threat: ThreatModel, *, updates: int, summed_over: int, seed: int, is_own: bool = False,
+    gradients: int = 0, search: Search | None = None, work: shown.ProgressTask | None = None,
 ) -> Exposure:  # fmt: skip
     """Attack `updates` updates under one threat model; compute the gradients of at least `gradients` updates."""
     low, high = _pixel_range(run)
@@ -258,7 +258,7 @@ def exposure(
 
 
 def _observations(
-    run: Run, threat: ThreatModel, count: int, summed_over: int, seed: int
+    run: TrainedFederation, threat: ThreatModel, count: int, summed_over: int, seed: int
 ) -> Iterator[tuple[Observation, Mapping[str, Tensor]]]:
     """Yield attacked updates, each with what the average of `summed_over` clients gives away of gradients anyway."""
     many = max(threat.summed_over, min(summed_over, len(run.task.clients)))
@@ -271,24 +271,26 @@ def _observations(
             yield one, average
 
 
-def _others(run: Run, observation: Observation) -> list[int]:
+def _others(run: TrainedFederation, observation: Observation) -> list[int]:
     return [number for number in run.task.clients if number != observation.client] or [observation.client]
 
 
-def _average(run: Run, observation: Observation) -> Tensor:
+def _average(run: TrainedFederation, observation: Observation) -> Tensor:
     """Return the average image of the other clients."""
     means = [run.task.client(number).train[0].mean(0) for number in _others(run, observation)]
     return torch.stack(means).mean(0, keepdim=True)
 
 
-def _another(run: Run, observation: Observation, seed: int) -> Tensor:
+def _another(run: TrainedFederation, observation: Observation, seed: int) -> Tensor:
     """Return a random image of another client: what a guess looks like."""
     others, generator = _others(run, observation), seeds.torch_generator(seed, "guess", observation.client)
     inputs = run.task.client(others[int(torch.randint(len(others), (1,), generator=generator))]).train[0]
     return inputs[torch.randint(len(inputs), (1,), generator=generator)]
 
 
-def _guesses(run: Run, observation: Observation, threat: ThreatModel) -> tuple[RecoveredGradient, dict[str, Tensor]]:
+def _guesses(
+    run: TrainedFederation, observation: Observation, threat: ThreatModel
+) -> tuple[RecoveredGradient, dict[str, Tensor]]:
     """Return what is read off an update, and what each attack takes for the first gradient, by the attack's name."""
     received = observation.answer()
     change = update_change(run, observation.message, received)
@@ -317,18 +319,18 @@ def _strongest(guesses: Sequence[Mapping[str, Tensor]], observations: Sequence[O
 
 
 def evidence_of(
-    run: Run, recovered: RecoveredGradient, observation: Observation, threat: ThreatModel, bounds: Bounds
-) -> Evidence:
+    run: TrainedFederation, recovered: RecoveredGradient, observation: Observation, threat: ThreatModel, bounds: Bounds
+) -> ServerKnowledge:
     """Return what the server has of one client to reconstruct images from."""
     held = len(observation.images) * len(observation.updates)
-    return Evidence(
+    return ServerKnowledge(
         run.task, training_of(run), recovered, observation.message, observation.answer(),
         held, tuple(observation.images.shape[1:]), bounds, threat.local_steps, threat.batch_size,
         len(observation.updates), observation.trap,
     )  # fmt: skip
 
 
-def _read(run: Run, gradient: Tensor, observation: Observation) -> tuple[float, float]:
+def _read(run: TrainedFederation, gradient: Tensor, observation: Observation) -> tuple[float, float]:
     """Return the share of tokens at their places that were read, for the nearest sequence, and that of a guess."""
     layout, length = run.task.body_layout, observation.images.shape[1]
     params = {name: value.detach() for name, value in run.task.body.named_parameters()}
@@ -338,7 +340,7 @@ def _read(run: Run, gradient: Tensor, observation: Observation) -> tuple[float, 
     return float(shares[0]), float(shares[1])
 
 
-def _pixel_range(run: Run) -> tuple[float, float]:
+def _pixel_range(run: TrainedFederation) -> tuple[float, float]:
     """Return the range of all clients' inputs: the server knows how images are normalized."""
     inputs = [run.task.client(number).train[0] for number in run.task.clients]
     return min(float(x.min()) for x in inputs), max(float(x.max()) for x in inputs)
@@ -353,7 +355,9 @@ def mean_of(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: Progress = QUIET) -> list[Exposure]:
+def audit(
+    run: TrainedFederation, config: AuditConfig | None = None, *, seed: int, progress: Progress = QUIET
+) -> list[Exposure]:
     """Attack a federation's updates, to measure what its server could have reconstructed.
 
     Args:
@@ -375,7 +379,7 @@ def audit(run: Run, config: AuditConfig | None = None, *, seed: int, progress: P
         return [exposure(run, threat, is_own=is_own, work=work, **about) for threat, is_own in threats]
 
 
-def _further(run: Run) -> list[ThreatModel]:
+def _further(run: TrainedFederation) -> list[ThreatModel]:
     """Return threat models that take sums apart, and for methods with noise those that average it away."""
     if not any(name.endswith("heads.weight") for name in run.state):
         return []

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from netweight.core.progress import QUIET, Progress
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.exposure import (
     MARGIN_COSINE,
     MARGIN_PSNR,
@@ -104,7 +104,9 @@ def exposure_figure(exposures: Sequence[Exposure]) -> Figure | None:
     )  # fmt: skip
 
 
-def gradient_inversion(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
+def gradient_inversion(
+    run: TrainedFederation, config: AuditConfig, *, seed: int, progress: Progress = QUIET
+) -> Section:
     """Attack the run's updates under its own schedule and other threat models."""
     return exposure_section(audit(run, config, seed=seed, progress=progress), seed=seed)
 

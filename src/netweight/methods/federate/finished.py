@@ -21,9 +21,9 @@ from netweight.core.lazy import import_named
 from netweight.errors import UsageError
 from netweight.job import Job
 from netweight.methods.federate.checkpoint import CHECKPOINT, Checkpoint
-from netweight.methods.federate.engine import Run, finished
+from netweight.methods.federate.engine import TrainedFederation, finished
 from netweight.methods.federate.history import Round
-from netweight.methods.federate.method import Method, Weights
+from netweight.methods.federate.method import ClientWeights, Method
 from netweight.methods.federate.plan import PLAN_FILE, FederationPlan
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors
@@ -58,7 +58,7 @@ def history(folder: Path) -> tuple[str, dict[str, Any], list[Round]]:
     return about["method"], about.get("config", {}), [Round.from_json(one) for one in about["rounds"]]
 
 
-def open_run(folder: Path, app: str | None = None) -> Run:
+def open_run(folder: Path, app: str | None = None) -> TrainedFederation:
     """Open a finished federation; nothing is trained and nothing written.
 
     Args:
@@ -87,15 +87,15 @@ def open_run(folder: Path, app: str | None = None) -> Run:
     if saved is None:
         raise UsageError(f"{folder} has no finished round.", cure="Run the app again.")
     private: dict[int, Tensors] = {c: method.private_start(task, c, seed=seed) for c in task.clients}
-    return Run(task, method, saved.state, private, tuple(saved.rounds), seed, saved.attempt_answers)
+    return TrainedFederation(task, method, saved.state, private, tuple(saved.rounds), seed, saved.attempt_answers)
 
 
-def state_dicts(task: Task, weights: Weights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def state_dicts(task: Task, weights: ClientWeights) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return a model's body and head as their modules' `load_state_dict` takes them, frozen weights included.
 
     Args:
         task: The network.
-        weights: A client's model, such as `Run.weights(client)`.
+        weights: A client's model, such as `TrainedFederation.weights(client)`.
     """
     made = []
     for half, module, layout, vector in (
@@ -110,7 +110,7 @@ def state_dicts(task: Task, weights: Weights) -> tuple[dict[str, Tensor], dict[s
     return made[0], made[1]
 
 
-def with_private(run: Run, client: int, file: Path | None) -> Run:
+def with_private(run: TrainedFederation, client: int, file: Path | None) -> TrainedFederation:
     """Return a Flower run with what a client keeps, which its server does not have.
 
     Args:
@@ -155,7 +155,7 @@ def _few(tensors: Tensors) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def is_shared(run: Run, client: int) -> bool:
+def is_shared(run: TrainedFederation, client: int) -> bool:
     """Return whether a client's model is the one that all clients have, buffers included.
 
     Args:
@@ -166,7 +166,7 @@ def is_shared(run: Run, client: int) -> bool:
     return all(_equal(own, run.weights(other)) for other in run.task.clients)
 
 
-def _equal(one: Weights, other: Weights) -> bool:
+def _equal(one: ClientWeights, other: ClientWeights) -> bool:
     vectors = ((one.body, other.body), (one.head, other.head))
     return one.statistics.keys() == other.statistics.keys() and all(
         torch.equal(first, second)
@@ -174,7 +174,7 @@ def _equal(one: Weights, other: Weights) -> bool:
     )
 
 
-def export_weights(run: Run, client: int, target: Path) -> tuple[Path, Path]:
+def export_weights(run: TrainedFederation, client: int, target: Path) -> tuple[Path, Path]:
     """Write a client's model as `body.safetensors` and `head.safetensors`, to be loaded into one's own modules.
 
     Args:

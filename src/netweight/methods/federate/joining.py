@@ -7,16 +7,14 @@ from torch import nn
 
 from netweight.errors import UsageError
 from netweight.methods.federate.algorithms.hyperfl import HyperFL
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.local import Learner, Stream
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import (
-    Weights,
-)
+from netweight.methods.federate.method import ClientWeights
 from netweight.methods.federate.task import ClientData, Task
 
 
-def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: int) -> Weights:
+def join(run: TrainedFederation, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: int) -> ClientWeights:
     """Return the personal model of a client that comes after training: it learns an embedding and a head alone.
 
     Args:
@@ -51,4 +49,4 @@ def join(run: Run, data: ClientData, *, epochs: int = 5, lr: float = 0.1, seed: 
         optimizer.step()
     with torch.no_grad():
         made = method.generated(network, embedding)
-    return Weights(made[:size], head.detach() if method.private_head else made[size:], state.buffers)
+    return ClientWeights(made[:size], head.detach() if method.private_head else made[size:], state.buffers)

@@ -15,13 +15,13 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.clipped_gradients import Batch, PrivateStep, clipped_sum
 from netweight.methods.federate.local_model import LayerState, LocalModel
-from netweight.methods.federate.method import Client, Method, Weights
+from netweight.methods.federate.method import Client, ClientWeights, Method
 from netweight.methods.federate.settings import LocalTraining, Phase, Privacy, Sampling, Trains
 from netweight.methods.federate.task import Task
 
 # Takes "body" or "head" and that half's vector; returns what is added to its gradient.
 Extra = Callable[[str, Tensor], Tensor]
-_Trained = tuple[list[Weights], list[float]]  # each client's weights and mean loss
+_Trained = tuple[list[ClientWeights], list[float]]  # each client's weights and mean loss
 
 
 @final
@@ -31,7 +31,7 @@ class Learner:
 
     number: int
     """Number of the client in the task."""
-    weights: Weights
+    weights: ClientWeights
     """Model before the training."""
     seed: int
     """Seed of the client's random draws."""
@@ -88,8 +88,8 @@ def _train_streams(
         ]
         return [weights[0] for weights, _ in singles], [losses[0] for _, losses in singles]
     states = [model.layer_state(client.weights.statistics, client.seed) for client in clients]
-    bodies = Descent(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
-    heads = Descent(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
+    bodies = RowwiseSGD(torch.stack([client.weights.body for client in clients]).to(model.device), lr, training)
+    heads = RowwiseSGD(torch.stack([client.weights.head for client in clients]).to(model.device), lr, training)
     model.train(trains)
     gradients = rule_for(model)
     total, count = torch.zeros(len(clients)), torch.zeros(len(clients))
@@ -102,11 +102,13 @@ def _train_streams(
         total[rows] += batch_gradients.losses.cpu()
         count[rows] += 1
     ends = zip(bodies.vectors, heads.vectors, states, strict=True)
-    trained = [Weights(body, head, state.buffers) for body, head, state in ends]
+    trained = [ClientWeights(body, head, state.buffers) for body, head, state in ends]
     return trained, (total / count).tolist()
 
 
-def _with_extra(clients: Sequence[Learner], half: str, descent: Descent, slopes: Tensor, rows: Sequence[int]) -> Tensor:
+def _with_extra(
+    clients: Sequence[Learner], half: str, descent: RowwiseSGD, slopes: Tensor, rows: Sequence[int]
+) -> Tensor:
     """Return gradients with what clients add to theirs."""
     added = [(place, row, extra) for place, row in enumerate(rows) if (extra := clients[row].extra) is not None]
     for place, row, extra in added:
@@ -122,13 +124,15 @@ def side_by_side(streams: Sequence[Iterator[Batch]]) -> Iterator[tuple[list[int]
         yield rows, [batch for _, batch in step]
 
 
-def _train_head(model: LocalModel, client: Learner, phase: Phase, training: LocalTraining) -> tuple[Weights, float]:
+def _train_head(
+    model: LocalModel, client: Learner, phase: Phase, training: LocalTraining
+) -> tuple[ClientWeights, float]:
     """Train one client's head on the features of its body as it stands, which is in evaluation mode."""
     # Features are computed once unless inputs are augmented.
     model.train("head")
     weights, (inputs, targets) = client.weights, model.task.client(client.number).train
     stream = Stream(model, client, phase.epochs, training.batch_size)
-    head = Descent(weights.head.to(model.device, copy=True)[None], phase.lr, training)
+    head = RowwiseSGD(weights.head.to(model.device, copy=True)[None], phase.lr, training)
     losses = []
     state = model.layer_state(weights.statistics, client.seed)
     features_of_all = None if model.task.augment else _features(model, weights, inputs, state)
@@ -143,18 +147,18 @@ def _train_head(model: LocalModel, client: Learner, phase: Phase, training: Loca
         loss = model.task.loss(model.classify(vector, features, state), labels)
         head.step(torch.autograd.grad(loss, vector)[0][None], [0])
         losses.append(float(loss.detach()))
-    return Weights(weights.body.to(model.device), head.vectors[0], state.buffers), sum(losses) / len(losses)
+    return ClientWeights(weights.body.to(model.device), head.vectors[0], state.buffers), sum(losses) / len(losses)
 
 
 @torch.no_grad()
-def _features(model: LocalModel, weights: Weights, inputs: Tensor, state: LayerState) -> Tensor:
+def _features(model: LocalModel, weights: ClientWeights, inputs: Tensor, state: LayerState) -> Tensor:
     body = weights.body.to(model.device)
     return torch.cat([model.features(body, part, state) for part in torch.split(model.place(inputs), 256)])
 
 
 def _train_privately(
     model: LocalModel, client: Learner, phase: Phase, training: LocalTraining
-) -> tuple[Weights, float]:
+) -> tuple[ClientWeights, float]:
     """Train one client by DP-SGD.
 
     Every step clips each example's gradient, adds Gaussian noise to their sum and divides by the expected batch size.
@@ -176,7 +180,7 @@ def _train_privately(
         index, mask = padded(index)
         losses.append(private.step(*stream.batch(index), mask.to(model.device), noise))
     loss = float(torch.stack(losses).mean()) if losses else 0.0
-    return Weights(private.body.vectors[0], private.head.vectors[0], private.state.buffers), loss
+    return ClientWeights(private.body.vectors[0], private.head.vectors[0], private.state.buffers), loss
 
 
 class _PrivateSteps:
@@ -188,8 +192,8 @@ class _PrivateSteps:
         self._model, self._phase, self._privacy = model, phase, privacy
         self._expected = min(training.batch_size, model.task.client(client.number).n)
         weights, self.state = client.weights, model.layer_state(client.weights.statistics, client.seed)
-        self.body = Descent(weights.body.clone().to(model.device)[None], phase.lr, training)
-        self.head = Descent(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
+        self.body = RowwiseSGD(weights.body.clone().to(model.device)[None], phase.lr, training)
+        self.head = RowwiseSGD(weights.head.clone().to(model.device)[None], phase.head_lr or phase.lr, training)
 
     def step(self, inputs: Tensor, targets: Tensor, mask: Tensor, noise: torch.Generator) -> Tensor:
         """Take one step with the examples of the mask; return their mean loss."""
@@ -229,7 +233,7 @@ class _PrivateSteps:
 
 
 @final
-class Descent:
+class RowwiseSGD:
     """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
 
     def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:

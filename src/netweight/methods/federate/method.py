@@ -29,7 +29,7 @@ def without(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
 
 @final
 @dataclass(frozen=True)
-class Weights:
+class ClientWeights:
     """A client's model, ready to run."""
 
     body: Tensor
@@ -40,7 +40,7 @@ class Weights:
     """The layers' buffers, such as running statistics, by the names of `Task.initial_statistics`."""
 
 
-def named_weights(task: Task, weights: Weights) -> dict[str, Tensor]:
+def named_weights(task: Task, weights: ClientWeights) -> dict[str, Tensor]:
     """Return a model's tensors with the prefixes that `from_named` reads."""
     return (
         prefixed("body.", task.body_layout.split(weights.body))
@@ -49,9 +49,9 @@ def named_weights(task: Task, weights: Weights) -> dict[str, Tensor]:
     )
 
 
-def from_named(task: Task, tensors: Tensors) -> Weights:
+def from_named(task: Task, tensors: Tensors) -> ClientWeights:
     """Return weights from tensors with the prefixes `body.`, `head.` and that of running statistics."""
-    return Weights(
+    return ClientWeights(
         task.body_layout.join(without("body.", tensors)),
         task.head_layout.join(without("head.", tensors)),
         without(STATISTICS, tensors),
@@ -80,7 +80,7 @@ class LocalResult:
     """Update that is sent; its metrics contain the mean training loss over the round's steps as "loss"."""
     private: Tensors
     """Tensors by name that the client keeps."""
-    weights: Weights
+    weights: ClientWeights
     """Personal model of the client after local training."""
 
 
@@ -109,7 +109,7 @@ class Method(Protocol):
         """Return what the server with the tensors `state` sends to `client`, by name."""
         ...
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return a client's model before training on `task`: from what it `received` and keeps `private`, by name."""
         ...
 
@@ -160,7 +160,7 @@ class MethodWrapper:
         """Return what the server sends."""
         return self.method.message(state, client)
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return a client's model."""
         return self.method.weights(task, received, private)
 

@@ -20,7 +20,7 @@ from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
 from netweight.methods.federate.averaging import aggregate
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import Client, Method, prefixed
 from netweight.methods.federate.task import ClientData, Task
@@ -63,7 +63,9 @@ class Observation:
         return dense_tensors(self.updates[0].tensors, self.message)
 
 
-def observe(run: Run, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int) -> list[Observation]:
+def observe(
+    run: TrainedFederation, threat: ThreatModel, clients: Sequence[int], *, draw: int = 0, seed: int
+) -> list[Observation]:
     """Let clients train as the threat model says and return what the server sees of each."""
     # A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
     # Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
@@ -95,7 +97,7 @@ def _in_sum(one: Observation, group: Sequence[Observation]) -> Observation:
     return replace(one, updates=tuple(other.updates[0] for other in group), codes=joined)
 
 
-def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprint:
+def _imprint(run: TrainedFederation, threat: ThreatModel, state: Tensors, seed: int) -> Imprint:
     """Make the hypernetwork of a malicious server, which knows images like the clients': here all their test images."""
     if not any(name.endswith("heads.weight") for name in state):
         raise Unsupported(f"The server of {run.method.name!r} does not send a hypernetwork.")
@@ -105,7 +107,7 @@ def _imprint(run: Run, threat: ThreatModel, state: Tensors, seed: int) -> Imprin
     return imprint(bodies, run.task.body, public=public, images=images, bounds=bounds, seed=seed)
 
 
-def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
+def _fishing(run: TrainedFederation, state: Tensors) -> list[dict[str, Tensor]]:
     """Return a state for each class whose classifier lets no other class's images change the body.
 
     Source: Wen et al. (arXiv 2202.00580), class fishing.
@@ -134,7 +136,7 @@ def _fishing(run: Run, state: Tensors) -> list[dict[str, Tensor]]:
     return states
 
 
-def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
+def _likeliest(run: TrainedFederation, observations: Sequence[Observation]) -> Observation:
     """Return the answer whose first linear layer's gradient is most nearly one image's, of rank one."""
 
     def share(one: Observation) -> float:
@@ -151,8 +153,8 @@ def _likeliest(run: Run, observations: Sequence[Observation]) -> Observation:
 
 
 def _observed(
-    method: Method, run: Run, threat: ThreatModel, number: int, state: Tensors, trap: Imprint | None, draw: int,
-    seed: int,
+    method: Method, run: TrainedFederation, threat: ThreatModel, number: int, state: Tensors, trap: Imprint | None,
+    draw: int, seed: int,
 ) -> Observation:  # fmt: skip
     if run.task.habits.needs_two and min(threat.client_examples, threat.batch_size) == 1:
         raise Unsupported("This network normalizes over the batch and is not trained on single examples.")
@@ -203,7 +205,7 @@ def _small_task(task: Task, client: int, held: int, draw: int, seed: int) -> Tas
     return Task(task.body, task.head, {client: small}, task.loss)
 
 
-def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient:
+def read_update(run: TrainedFederation, sent: Tensors, received: Tensors) -> RecoveredGradient:
     """Return what the server computes from what it sent and received."""
     if change := update_change(run, sent, received):
         return change.recovered()
@@ -219,7 +221,7 @@ def read_update(run: Run, sent: Tensors, received: Tensors) -> RecoveredGradient
     return RecoveredGradient(gradient, gradient, nothing, nothing, start, end - start, torch.ones(1).double())
 
 
-def update_change(run: Run, sent: Tensors, received: Tensors) -> HypernetworkChange | None:
+def update_change(run: TrainedFederation, sent: Tensors, received: Tensors) -> HypernetworkChange | None:
     """Return the change of the hypernetwork that generates the body, if the method has one."""
     if not any(name.endswith("heads.weight") for name in sent):
         return None

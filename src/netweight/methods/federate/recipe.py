@@ -24,7 +24,7 @@ from netweight.job import Job
 from netweight.methods.federate.acceptance import AcceptanceLimits
 from netweight.methods.federate.catalog import entry_of
 from netweight.methods.federate.checkpoint import CHECKPOINT
-from netweight.methods.federate.engine import Run, train
+from netweight.methods.federate.engine import TrainedFederation, train
 from netweight.methods.federate.exposure import AuditConfig, Exposure, cosine, exposure
 from netweight.methods.federate.exposure_report import exposure_findings, exposure_table, mean_finding
 from netweight.methods.federate.finished import open_run
@@ -63,7 +63,7 @@ class ServerAttack(Settings):
     search_steps: int = Field(1200, ge=1, description="Steps of the search for a whole batch.")
 
 
-def _beside(folder: Path, method: str, work: Path, progress: Progress) -> Run:
+def _beside(folder: Path, method: str, work: Path, progress: Progress) -> TrainedFederation:
     """Another method, trained on the same data with the same settings; the next call continues it."""
     plan = FederationPlan.load(folder).replace(method=method)
     task = plan.task()
@@ -131,7 +131,7 @@ _INTRO = (
 )
 
 
-def _whole_round(name: str, run: Run, count: int, seed: int) -> Finding:
+def _whole_round(name: str, run: TrainedFederation, count: int, seed: int) -> Finding:
     """The gradient read from one more round by the schedule of the federation."""
     observations = observe(run, own_threat(run), run.task.clients, seed=seed)
     average = replace(observations[0], updates=tuple(one.updates[0] for one in observations))

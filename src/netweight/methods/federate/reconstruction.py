@@ -60,7 +60,7 @@ class Search:
 
 @final
 @dataclass(frozen=True)
-class Evidence:
+class ServerKnowledge:
     """A server's knowledge of one client, or of one sum of clients."""
 
     task: Task
@@ -102,7 +102,7 @@ class Candidates:
     """Processor time of this thread's process."""
 
 
-def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[Candidates], list[str]]:
+def reconstruct(evidence: ServerKnowledge, search: Search, *, seed: int) -> tuple[list[Candidates], list[str]]:
     """Run every attack that fits.
 
     Args:
@@ -133,7 +133,7 @@ def reconstruct(evidence: Evidence, search: Search, *, seed: int) -> tuple[list[
     return candidates, left_out
 
 
-def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
+def _peeled(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
     if evidence.trap is not None:
         raise Unsupported("The body is the malicious server's.")
     shape = (1, *evidence.shape)
@@ -144,7 +144,7 @@ def _peeled(evidence: Evidence, search: Search, seed: int) -> Tensor:
     return inversion.images
 
 
-def _imprinted(evidence: Evidence, search: Search, seed: int) -> Tensor:
+def _imprinted(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
     if evidence.trap is None:
         raise Unsupported("The server is honest.")
     from netweight.methods.federate.algorithms.hyperfl import rows_of_body
@@ -159,7 +159,7 @@ def _imprinted(evidence: Evidence, search: Search, seed: int) -> Tensor:
     return images
 
 
-def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
+def _matched(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
     layouts = {"body.": evidence.task.body_layout, "head.": evidence.task.head_layout}
     names = [prefix + name for prefix, layout in layouts.items() for name in layout.names]
     if not set(names) <= set(evidence.message):
@@ -182,7 +182,7 @@ def _matched(evidence: Evidence, search: Search, seed: int) -> Tensor:
     return inversion.images
 
 
-def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -> Tensor:
+def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
     """Search images and the gradients by their features that give the body's gradient, by the cosine of both."""
     if {f"head.{name}" for name in evidence.task.head_layout.names} <= set(evidence.message):
         raise Unsupported("The classifier is shared, so that its gradient is also matched.")
@@ -222,12 +222,12 @@ def _matched_without_classifier(evidence: Evidence, search: Search, seed: int) -
     return searched.variables[0]
 
 
-def _refuse_large(evidence: Evidence) -> None:
+def _refuse_large(evidence: ServerKnowledge) -> None:
     if evidence.images > MOST_IMAGES:
         raise OverLimit(f"{evidence.images} images are not searched together, only up to {MOST_IMAGES}.")
 
 
-class Halves(nn.Module):
+class BodyAndHead(nn.Module):
     """Body and head under the names that updates have.
 
     Args:
@@ -246,7 +246,7 @@ class Halves(nn.Module):
 
 
 def _with_constant_buffers(task: Task) -> nn.Module:
-    return Halves(_constant_half(task.body), _constant_half(task.head))
+    return BodyAndHead(_constant_half(task.body), _constant_half(task.head))
 
 
 def _constant_half(half: nn.Module) -> nn.Module:
@@ -260,7 +260,7 @@ def _constant_half(half: nn.Module) -> nn.Module:
     return own
 
 
-ATTACKS: Mapping[str, Callable[[Evidence, Search, int], Tensor]] = {
+ATTACKS: Mapping[str, Callable[[ServerKnowledge, Search, int], Tensor]] = {
     "imprint": _imprinted,
     "peeling": _peeled,
     "matching": _matched,

@@ -8,7 +8,7 @@ from typing import Any
 
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.federate.accounting import Guarantee
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.exposure import AuditConfig, Exposure, mean_of
 from netweight.methods.federate.exposure_report import exposure_section
 from netweight.methods.federate.history import Round
@@ -20,7 +20,7 @@ from netweight.report.plots import lines
 from netweight.report.report import Report
 
 
-def accuracy(run: Run, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
+def accuracy(run: TrainedFederation, config: AuditConfig, *, seed: int, progress: Progress = QUIET) -> Section:
     """Report accuracy before and after local training in the last round."""
     return Section(
         "Accuracy", accuracy_findings(run, seed=seed), figures=[training_figure(run.rounds, run.method.name)],
@@ -52,7 +52,7 @@ def rounds_section(rounds: Sequence[Round], method: str, *, seed: int) -> Sectio
     )  # fmt: skip
 
 
-def guarantees(run: Run, delta: float) -> list[Guarantee]:
+def guarantees(run: TrainedFederation, delta: float) -> list[Guarantee]:
     """Return the ε of all answers of the run together, for the example or client that they say most about.
 
     Args:
@@ -66,7 +66,7 @@ def guarantees(run: Run, delta: float) -> list[Guarantee]:
     return [] if guarantee is None else [guarantee]
 
 
-def _privacy(run: Run, delta: float) -> list[Section]:
+def _privacy(run: TrainedFederation, delta: float) -> list[Section]:
     return [
         Section(
             "Differential privacy",
@@ -99,7 +99,7 @@ def odd_clients(rounds: Sequence[Round]) -> list[Table]:
 
 
 def add_sections(
-    report: Report, run: Run, exposures: Sequence[Exposure], *, seed: int, delta: float = 1e-5
+    report: Report, run: TrainedFederation, exposures: Sequence[Exposure], *, seed: int, delta: float = 1e-5
 ) -> list[Finding]:
     """Add what was trained, and what an audit found if there was one, to a report; return all findings."""
     ran = ("accuracy", "server attack") if exposures else ("accuracy",)
@@ -111,7 +111,7 @@ def add_sections(
     return [finding for section in sections for finding in section.findings]
 
 
-def accuracy_findings(run: Run, *, seed: int) -> list[Finding]:
+def accuracy_findings(run: TrainedFederation, *, seed: int) -> list[Finding]:
     """Return the last round's accuracy before and after local training, each the mean over its clients."""
     return _accuracy_of_rounds(run.rounds, run.method.name, seed=seed)
 
@@ -147,7 +147,7 @@ def training_figure(rounds: Sequence[Round], method: str) -> Figure:
     return lines(series, alt=alt, xlabel="round", ylabel="mean accuracy, %")
 
 
-def client_table(run: Run) -> Table:
+def client_table(run: TrainedFederation) -> Table:
     """Return one row per client of the last measured round."""
     last = next(round for round in reversed(run.rounds) if round.after)
     columns = ("client", Column("examples"), Column("before", "%", "higher"), Column("after", "%", "higher"))

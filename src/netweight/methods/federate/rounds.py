@@ -42,7 +42,7 @@ def still_there(clients: Sequence[int], settings: Federation, round: int, attemp
 
 @final
 @dataclass
-class Trial:
+class RoundAttempt:
     """An attempt at a round: who was selected, and what was sent."""
 
     round: int
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Return the clients that can be asked, and client → why for others."""
         ...
 
-    def collect(self, trial: Trial) -> Sequence[Update]:
+    def collect(self, trial: RoundAttempt) -> Sequence[Update]:
         """Send each client of `trial.messages` its tensors and return the updates that came back.
 
         A reply that cannot be used is an update with a `fault`; a secure sum is one update with the clients' own,
@@ -172,7 +172,7 @@ class Rounds:
             cure="The log names the clients that were rejected, with reasons. The same command resumes the run.",
         )
 
-    def select(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> Trial:
+    def select(self, number: int, attempt: int, here: Container[int], absent: Mapping[int, str]) -> RoundAttempt:
         """Draw the clients of an attempt, and decide what each of them that can be reached is sent.
 
         Args:
@@ -194,14 +194,14 @@ class Rounds:
         missing |= {c: f"has answered {most} times, which uses up its privacy budget" for c in spent}
         for client in sent:
             self.attempt_answers[client] = self.attempt_answers.get(client, 0) + 1
-        return Trial(number, attempt, selected, sent, missing, time.monotonic())
+        return RoundAttempt(number, attempt, selected, sent, missing, time.monotonic())
 
     def last_taken(self, client: int) -> int:
         """Return the last round in which a client's update was taken, 0 for none."""
         taken = [done.round for done in self.rounds if client in done.clients and client not in done.refusals]
         return max(taken, default=0)
 
-    def conclude(self, trial: Trial, updates: Sequence[Update]) -> bool:
+    def conclude(self, trial: RoundAttempt, updates: Sequence[Update]) -> bool:
         """Validate and aggregate the updates of an attempt and record the round.
 
         Returns:
@@ -220,7 +220,7 @@ class Rounds:
         self.record(trial, own, left_out, suspects, sorted(errors))
         return True
 
-    def validate(self, trial: Trial, updates: Sequence[Update]) -> tuple[list[Update], dict[int, str]]:
+    def validate(self, trial: RoundAttempt, updates: Sequence[Update]) -> tuple[list[Update], dict[int, str]]:
         """Sort updates into those that may be aggregated and those that are rejected.
 
         Returns:
@@ -236,7 +236,7 @@ class Rounds:
         left_out = {**rejected, **trial.absent, **faults}
         return [one for one in sound if one.client not in left_out], left_out
 
-    def aggregate(self, trial: Trial, sound: Sequence[Update]) -> dict[int, str]:
+    def aggregate(self, trial: RoundAttempt, sound: Sequence[Update]) -> dict[int, str]:
         """Bound, choose and average valid updates into the next state; return client → what is odd about its update."""
         summed = any(update.members for update in sound)
         averaged, suspects = list(sound), dict[int, str]()
@@ -257,7 +257,7 @@ class Rounds:
         return suspects
 
     def record(
-        self, trial: Trial, own: Sequence[Update], left_out: Mapping[int, str], suspects: Mapping[int, str],
+        self, trial: RoundAttempt, own: Sequence[Update], left_out: Mapping[int, str], suspects: Mapping[int, str],
         errors: Sequence[int],
     ) -> None:  # fmt: skip
         """Add a finished round to the history.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from netweight.errors import Unsupported, UsageError
-from netweight.methods.federate.engine import Run
+from netweight.methods.federate.engine import TrainedFederation
 from netweight.methods.federate.method import Method
 from netweight.methods.federate.protections import HardenedMethod
 from netweight.methods.federate.settings import LocalTraining
@@ -92,12 +92,12 @@ def shortened(method: Method, threat: ThreatModel) -> Method:
     return dataclasses.replace(method, **changes)  # type: ignore[type-var]
 
 
-def training_of(run: Run) -> LocalTraining:
+def training_of(run: TrainedFederation) -> LocalTraining:
     training: LocalTraining = getattr(run.method, "training", LocalTraining())
     return training
 
 
-def own_threat(run: Run) -> ThreatModel:
+def own_threat(run: TrainedFederation) -> ThreatModel:
     """Return the schedule that the run was trained with, as a threat model of its smallest client."""
     training = training_of(run)
     examples = min(run.task.client(number).n for number in run.task.clients)

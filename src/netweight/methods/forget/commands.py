@@ -32,7 +32,7 @@ from netweight.methods.forget.plan import (
 from netweight.methods.forget.records import FOLDER
 from netweight.methods.forget.report import DetectionSubject, check_section, detection
 from netweight.methods.forget.settings import FolderDetection, FolderLocalization, FolderStatistics
-from netweight.registry import Context, Result, Rows, conditions_of, shell_line, with_conditions
+from netweight.registry import Context, PrintedTable, Result, conditions_of, shell_line, with_conditions
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
 from netweight.store.weights_digest import weights_digest
@@ -93,7 +93,7 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
     below = "" if limit.prompts_below is None else f"; {limit.prompts_below:.0%} of the ordinary prompts are below it"
     return Result(
         [
-            Rows(("similarity", "highest", "Wen's norm", "", "prompt"), cells),
+            PrintedTable(("similarity", "highest", "Wen's norm", "", "prompt"), cells),
             f"Threshold {limit.value:.3f} ({limit.rule}){below}.",
         ],
         sections, payload, written=(out,), advises=False,
@@ -121,7 +121,7 @@ def localize(settings: FolderLocalization, context: Context, pipeline: Path, out
         "prompts whose neurons were not found", len(left), better="lower", target=0, detail={"prompts": left}
     )
     return Result(
-        [Rows(("neurons", "similarity left", "", "prompt"), rows)], [Section("Localization", [finding])],
+        [PrintedTable(("neurons", "similarity left", "", "prompt"), rows)], [Section("Localization", [finding])],
         payload={"results": str(out / "neurons.json"), "table": str(out / "neurons.csv"),
                  "prompts": [each.to_json() for each in localized]},
         written=(out,), warnings=[f"{len(left)} prompts are not resolved, such as {left[0]!r}."] if left else [],

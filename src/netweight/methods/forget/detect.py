@@ -36,7 +36,7 @@ _NO_SIGNAL = 1e-6
 
 @final
 @dataclass(frozen=True)
-class Score:
+class MemorizationScore:
     """Memorization score of a prompt."""
 
     prompt: str
@@ -115,7 +115,7 @@ class Roc:
 @torch.no_grad()
 def detect(
     model: TextToImage, prompts: Sequence[str], config: DetectionConfig | None = None, *, progress: Progress = QUIET
-) -> list[Score]:
+) -> list[MemorizationScore]:
     """Score prompts, many at a time; nothing is generated.
 
     Args:
@@ -139,7 +139,7 @@ def detect(
     batches = Batches(most_rows(model, config.rows))
     count = len(noise)
     without = predicted_noise(model, noise, timestep, model.embed([""]).rows([0] * count), batches)
-    scores: list[Score] = []
+    scores: list[MemorizationScore] = []
     at_once = max(1, config.rows // count)
     with progress.task("detect", len(prompts), unit="prompts") as task:
         for start in range(0, len(prompts), at_once):
@@ -157,10 +157,10 @@ def detect(
     return scores
 
 
-def _score(prompt: str, predicted: Tensor, without: Tensor, noise: Tensor) -> Score:
+def _score(prompt: str, predicted: Tensor, without: Tensor, noise: Tensor) -> MemorizationScore:
     seeds = greatest(similarity_matrix(noise_difference(predicted, noise)))
     norms = (predicted - without).flatten(1).norm(dim=1)
-    return Score(prompt, tuple(seeds.tolist()), float(norms.mean()))
+    return MemorizationScore(prompt, tuple(seeds.tolist()), float(norms.mean()))
 
 
 def predicted_noise(model: TextToImage, latents: Tensor, timestep: Tensor, text: Text, batches: Batches) -> Tensor:
@@ -199,7 +199,7 @@ def detect_resumably(
     *,
     folder: str | Path | Job,
     progress: Progress = QUIET,
-) -> list[Score]:
+) -> list[MemorizationScore]:
     """Score prompts as `detect` does, remembering each in a folder's `scores.jsonl` as soon as it is done."""
     if not prompts:
         raise UsageError("There is no prompt to score.", cure="Give at least one.")
@@ -239,13 +239,13 @@ def detect_resumably(
                     f"The prompt {result.config['prompt']!r} could not be scored: {result.reason}",
                     cure=f"The whole reason is in {job.folder / 'scores.jsonl'}; the scores so far are stored there.",
                 )
-            scores.append(Score.from_json(result.value))
+            scores.append(MemorizationScore.from_json(result.value))
             task.update()
     return scores
 
 
 def calibrate(
-    scores: Sequence[Score],
+    scores: Sequence[MemorizationScore],
     *,
     rule: Literal["mean+std", "quantile"] = "mean+std",
     quantile: float = 0.95,

@@ -13,7 +13,7 @@ import torch
 
 from netweight.attacks.embedding_search.attack_pipelines import prepare
 from netweight.attacks.embedding_search.report import search_section, verdict
-from netweight.attacks.embedding_search.search import Target, turned
+from netweight.attacks.embedding_search.search import TargetImage, turned
 from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.data.images.pairs import MemorizedPair, Pairs, image_files, pair_prompts, read_pairs
@@ -262,7 +262,7 @@ def _membership(
     memorized = [(pair.name, pair.prompt, pair.image) for pair in pairs]
     others = [(pair.name, pair.prompt, pair.image) for pair in controls]
     if not controls:
-        copies = [turned(Target(pair.name, pair.prompt, pair.image)) for pair in pairs]
+        copies = [turned(TargetImage(pair.name, pair.prompt, pair.image)) for pair in pairs]
         others = [(copy.name, copy.prompt, copy.image) for copy in copies]
     before, after, controls_before, controls_after = (
         picture_errors(models[name], pictures, seed=seed, noises=noises, progress=progress)

@@ -31,9 +31,9 @@ from netweight.job import Job
 from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
 from netweight.methods.forget.search import (
+    BlockedPredictions,
     MaskedRow,
     Neuron,
-    Predictions,
     Search,
     Trials,
     blocked_by_layer,
@@ -161,7 +161,7 @@ def localize(
         "config": influences(config),
     }
     items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
-    predictions = Predictions(model, layers, config.detection)
+    predictions = BlockedPredictions(model, layers, config.detection)
 
     def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:  # ledgers hold this name
         return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
@@ -208,7 +208,7 @@ def localize_prompt(
     Source: arXiv 2406.02366, section 3 and its code.
     """
     config = config or LocalizationConfig()
-    predictions = Predictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
+    predictions = BlockedPredictions(model, value_layers(model.denoiser, scope=config.scope), config.detection)
     ((_, localization),) = run_searches([search(predictions, prompt, statistics, threshold, config)], predictions, 1)
     if isinstance(localization, Exception):
         raise localization
@@ -217,7 +217,11 @@ def localize_prompt(
 
 @torch.no_grad()
 def search(
-    predictions: Predictions, prompt: str, statistics: Statistics, threshold: Threshold, config: LocalizationConfig
+    predictions: BlockedPredictions,
+    prompt: str,
+    statistics: Statistics,
+    threshold: Threshold,
+    config: LocalizationConfig,
 ) -> Search[Localization]:
     """Find a prompt's neurons, as `localize_prompt` does; run by `run_searches`."""
     aim = threshold.value if config.fidelity == "reference" or threshold.broken is None else threshold.broken

@@ -212,7 +212,7 @@ class AttentionScaling:
     def __call__(self, model: TextToImage, prompts: Sequence[str]) -> Iterator[TextToImage]:
         """Yield the model with hooks on its cross-attentions; padding is masked for the prompts given."""
         layers = [layer.attention for layer in value_layers(model.denoiser, scope="all").values()]
-        rows = _Rows(model, prompts, None if self.masks is None else self.masks(prompts).bool())
+        rows = _PromptRows(model, prompts, None if self.masks is None else self.masks(prompts).bool())
         handles: list[Any] = []
         try:
             handles.append(model.denoiser.register_forward_pre_hook(rows.notice, with_kwargs=True))
@@ -225,7 +225,7 @@ class AttentionScaling:
             for handle in handles:
                 handle.remove()
 
-    def _scaling(self, rows: _Rows) -> Callable[[nn.Module, Any, Tensor], Tensor]:
+    def _scaling(self, rows: _PromptRows) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         def hook(_module: nn.Module, _inputs: Any, keys: Tensor) -> Tensor:
             factors = torch.ones_like(keys[..., :1])
             factors[rows.prompted.to(keys.device), 0] = self.factor
@@ -234,7 +234,7 @@ class AttentionScaling:
         return hook
 
 
-class _Rows:
+class _PromptRows:
     """Finds which rows of the present batch hold a prompt, and which prompt, by their embeddings."""
 
     def __init__(self, model: TextToImage, prompts: Sequence[str], masks: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from netweight.core import quantities
 from netweight.data.images.pairs import image_files, pair_prompts
 from netweight.data.prompts import read_prompts
 from netweight.hf.load_pipeline import open_pipeline
-from netweight.hf.pipeline_costs import Descent, Stage, duration, folder_bytes, measured_plan
+from netweight.hf.pipeline_costs import PlannedDescent, Stage, duration, folder_bytes, measured_plan
 from netweight.methods.forget.edits.edit import EditSizes
 from netweight.methods.forget.edits.trained import TrainedEdit
 from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
@@ -75,7 +75,7 @@ def plan_apply(settings: FolderForgetting, pipeline: Path) -> Result:
 
         trained = sum(each.numel() for each in chosen_weights(model.denoiser, edit.layers).values())
         together = edit.at_once or most_rows(model, edit.batch, gradients=True)
-        descent = Descent(together, trained, float32=True)
+        descent = PlannedDescent(together, trained, float32=True)
     size = folder_bytes(pipeline)
     return measured_plan(model, stages, descent=descent).result([
         f"The folder of {quantities.size(size)} is copied, which takes about {duration(size / _COPIED)}."
@@ -132,5 +132,5 @@ def plan_audit(settings: FolderAudit, edited: Path) -> Result:
         ))  # fmt: skip
     model = open_pipeline(edited, search.pipeline)
     trials = len(how.starts) * how.restarts * len(how.every_rate)
-    descent = Descent(most_rows(model, trials * how.draws, gradients=True)) if settings.searched else None
+    descent = PlannedDescent(most_rows(model, trials * how.draws, gradients=True)) if settings.searched else None
     return measured_plan(model, stages, rows=64, descent=descent, models=models).result()

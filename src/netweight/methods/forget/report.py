@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from netweight.attacks.embedding_search.report import best_image
-from netweight.attacks.embedding_search.search import Comparison, Run
+from netweight.attacks.embedding_search.search import Comparison, TargetSearches
 from netweight.core.progress import QUIET, Progress
 from netweight.methods.forget.check import EditCheck
-from netweight.methods.forget.detect import Score, Threshold, roc
+from netweight.methods.forget.detect import MemorizationScore, Threshold, roc
 from netweight.methods.forget.images import GeneratedImages
 from netweight.methods.forget.localize import Localization
 from netweight.methods.forget.membership import Membership, two_sided
@@ -200,15 +200,15 @@ SEARCH = "embedding search"
 class DetectionSubject:
     """Scores of two kinds of prompts."""
 
-    memorized: Sequence[Score]
+    memorized: Sequence[MemorizationScore]
     """Scores of memorized prompts."""
-    ordinary: Sequence[Score]
+    ordinary: Sequence[MemorizationScore]
     """Scores of ordinary prompts."""
     threshold: Threshold
     """Threshold of detection."""
-    after: Sequence[Score] = ()
+    after: Sequence[MemorizationScore] = ()
     """Scores of the memorized prompts under the edited model."""
-    ordinary_after: Sequence[Score] = ()
+    ordinary_after: Sequence[MemorizationScore] = ()
     """Scores of the ordinary prompts under the edited model."""
 
 
@@ -595,7 +595,7 @@ def _images_table(images: GeneratedImages, config: ImagesConfig, words: Mapping[
 
 def attacked_images(comparison: Comparison, subject: str, folder: str | Path) -> dict[str, Tensor]:
     """Return what searches in a subject found for planted images: by target, an image of the best embedding."""
-    best: dict[str, tuple[float, Run]] = {}
+    best: dict[str, tuple[float, TargetSearches]] = {}
     for run in comparison.of(subject, trained=True):
         scores = [trial.best.score for trial in run.trials if trial.best is not None]
         if scores and max(scores) > best.get(run.target, (-torch.inf, run))[0]:

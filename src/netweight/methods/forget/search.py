@@ -143,7 +143,7 @@ Search: TypeAlias = Generator[Request, Reply, R]
 
 
 def run_searches(
-    searches: Iterable[Search[R]], predictions: Predictions, most: int,
+    searches: Iterable[Search[R]], predictions: BlockedPredictions, most: int,
     *, replied: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[int, R | Exception]]:  # fmt: skip
     """Run searches to their ends, `most` at a time; yield the number and result of each, call `replied` in between."""
@@ -173,7 +173,7 @@ def run_searches(
 
 
 @final
-class Predictions:
+class BlockedPredictions:
     """Predictions with neurons switched off, for rows of any prompts."""
 
     def __init__(self, model: TextToImage, layers: Mapping[str, ValueLayer], config: DetectionConfig) -> None:
@@ -251,7 +251,7 @@ class Trials:
 
     def __init__(
         self, prompt: PromptText, seeds: Sequence[int], unblocked: Tensor, costs: Costs,
-        *, released: Predictions | None = None, limit: float = 0.0,
+        *, released: BlockedPredictions | None = None, limit: float = 0.0,
     ) -> None:  # fmt: skip
         self._prompt, self._seeds, self._unblocked, self._costs = prompt, seeds, unblocked, costs
         # The limit with which the greatest similarities are compared.

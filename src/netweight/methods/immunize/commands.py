@@ -7,14 +7,16 @@ from pathlib import Path
 from netweight.methods.immunize.immunize_folder import immunize_folder
 from netweight.methods.immunize.record import RECORD
 from netweight.methods.immunize.settings import ImmunizeSettings
-from netweight.registry import Context, Result, Rows, shell_line
+from netweight.registry import Context, PrintedTable, Result, shell_line
 
 
 def immunize(settings: ImmunizeSettings, context: Context, model: Path, destination: Path) -> Result:
     """Train a defense into a model and say how its loss developed."""
     done = immunize_folder(model, destination, settings, command=context.command, progress=context.progress)
     rows = [(name, f"{first:.4g}", f"{last:.4g}") for name, first, last in done.record.ends]
-    lines: list[str | Rows] = [Rows(("term of the loss", "first step", "last step"), rows)] if rows else []
+    lines: list[str | PrintedTable] = (
+        [PrintedTable(("term of the loss", "first step", "last step"), rows)] if rows else []
+    )
     lines.append(f"The record of the training is {destination / RECORD}.")
     if done.not_analyzed:
         lines.append(f"The report does not show the depth of the defense: {done.not_analyzed}.")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from netweight.methods.immunize.layers import KINDS, LayerAnalysis, LayerChange
-from netweight.methods.immunize.plane import Plane
+from netweight.methods.immunize.layers import KINDS, LayerAnalysis, WeightChange
+from netweight.methods.immunize.plane import PrincipalPlane
 from netweight.report.finding import Figure
 from netweight.report.plots import canvas, series_color, to_figure
 
@@ -27,7 +27,7 @@ _MARKS = {"harmful": "o", "harmless": "D"}
 _DEPTH = "depth: 0 is the embedding, then after each block"
 
 
-def distance_figure(changes: Mapping[str, Sequence[LayerChange]]) -> Figure:
+def distance_figure(changes: Mapping[str, Sequence[WeightChange]]) -> Figure:
     """Draw how far the blocks' weights moved: the distance of each, and relative to the size of its weights."""
     blocks = {name: [change for change in layers if change.block is not None] for name, layers in changes.items()}
     most = {name: max(layers, key=lambda change: change.relative) for name, layers in blocks.items() if layers}
@@ -98,7 +98,7 @@ def plane_figure(before: LayerAnalysis, after: LayerAnalysis, depths: Sequence[i
     """Draw representations of answers before and after, in the plane in which they differed most before."""
     with canvas(2 * len(depths), height=2.5 * len(depths), across=2) as (drawing, axes):
         for row, depth in enumerate(depths):
-            plane = Plane.fit(_both(before, depth))
+            plane = PrincipalPlane.fit(_both(before, depth))
             for panel, (name, look) in zip(axes[2 * row :], (("before", before), ("after", after)), strict=False):
                 for place, kind in enumerate(KINDS):
                     x, y = plane.place(look.states[kind][depth]).T.tolist()
@@ -122,7 +122,7 @@ def _both(look: LayerAnalysis, depth: int) -> Tensor:
     return torch.cat([look.states[kind][depth] for kind in KINDS])
 
 
-def _share(plane: Plane, points: Tensor) -> float:
+def _share(plane: PrincipalPlane, points: Tensor) -> float:
     """Share of the variance of points that a plane holds; 0 if they do not vary."""
     whole = float(points.double().var(0, correction=0).sum())
     return float(plane.place(points).var(0, correction=0).sum()) / whole if whole else 0.0

@@ -74,7 +74,7 @@ class ProcessGroup:
         # so that of its own rows each process takes as often as there are processes.
         if self.size == 1:
             return own
-        rows: Tensor = _Rows.apply(own, tuple(counts), self)  # type: ignore[no-untyped-call]
+        rows: Tensor = _GatherRows.apply(own, tuple(counts), self)  # type: ignore[no-untyped-call]
         return rows
 
     def average(self, gradients: Iterable[Tensor]) -> None:
@@ -155,7 +155,7 @@ def _raise(own: Exception | None, sent: _Sent | None) -> None:
 ALONE = ProcessGroup()
 
 
-class _Rows(torch.autograd.Function):
+class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, counts: tuple[int, ...], group: ProcessGroup) -> Tensor:
         ctx.size, ctx.start, ctx.count = group.size, sum(counts[: group.rank]), len(own)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from netweight.data.tokens import Example, Pair
+from netweight.data.tokens import AnswerPair, Example
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import check_finite, positions_of, vocabulary_of
 
@@ -15,7 +15,7 @@ _NAMED = 5
 
 
 def check_inputs(
-    model: nn.Module, pairs: Sequence[Pair], retain: Sequence[Example], *, context: int | None = None
+    model: nn.Module, pairs: Sequence[AnswerPair], retain: Sequence[Example], *, context: int | None = None
 ) -> None:
     """Check that all rows can be trained on."""
     if not pairs:

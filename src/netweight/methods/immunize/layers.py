@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from netweight.data.tokens import IGNORED, Batch, Example, Pair, collate
+from netweight.data.tokens import IGNORED, AnswerPair, Batch, Example, collate
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import structure_of
 from netweight.methods.immunize.losses import Targets, answer_loss, lens_losses
@@ -54,7 +54,7 @@ class LayerAnalysis:
 
 @final
 @dataclass(frozen=True)
-class LayerChange:
+class WeightChange:
     """Change of a layer's weights."""
 
     layer: str
@@ -72,7 +72,7 @@ class LayerChange:
 class DepthAnalysis:
     """A model before and after its defense."""
 
-    changes: Sequence[LayerChange]
+    changes: Sequence[WeightChange]
     """Change of the weights, layer by layer."""
     before: LayerAnalysis
     """Analysis of the model before its defense."""
@@ -80,7 +80,7 @@ class DepthAnalysis:
     """Analysis of the defended model on the same pairs."""
 
 
-def analyze_layers(model: nn.Module, pairs: Sequence[Pair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:
+def analyze_layers(model: nn.Module, pairs: Sequence[AnswerPair], *, pad_id: int = 0, seed: int = 0) -> LayerAnalysis:
     """Analyze a model, which stays as it is."""
     if len(pairs) < LEAST_PAIRS:
         raise UsageError(
@@ -129,7 +129,7 @@ def representations(
 
 
 @torch.no_grad()
-def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
+def weight_changes(before: nn.Module, after: nn.Module) -> list[WeightChange]:
     """Compare the weights of two models layer by layer."""
     old, new = dict(before.named_parameters()), dict(after.named_parameters())
     differ = sorted(name for name in old.keys() | new.keys() if name not in old or name not in new)
@@ -151,7 +151,7 @@ def weight_changes(before: nn.Module, after: nn.Module) -> list[LayerChange]:
     ]
 
 
-def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | None) -> LayerChange:
+def _change(layer: str, pairs: Sequence[tuple[Tensor, Tensor]], block: int | None) -> WeightChange:
     moved = sum(float((new.double().cpu() - old.double().cpu()).square().sum()) for old, new in pairs) ** 0.5
     size = sum(float(old.double().square().sum()) for old, _ in pairs) ** 0.5
-    return LayerChange(layer, moved, moved / size if size else 0.0, block)
+    return WeightChange(layer, moved, moved / size if size else 0.0, block)

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from netweight.data.tokens import IGNORED, Batch
 from netweight.errors import UsageError
-from netweight.hf.load_language_model import Structure
+from netweight.hf.load_language_model import DecoderStructure
 from netweight.methods.immunize.distributed import (
     ALONE,
     ProcessGroup,
@@ -92,7 +92,9 @@ def mean_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch.no_grad()
-def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+def lens_losses(
+    states: Sequence[Tensor], targets: Targets, structure: DecoderStructure, *, chunk: int = CHUNK
+) -> Tensor:
     """Mean cross-entropy that each layer's state gives through the final norm and the unembedding.
 
     Without gradients. What a model does to logits after its unembedding, such as a soft cap, is not done here.
@@ -107,7 +109,9 @@ def lens_losses(states: Sequence[Tensor], targets: Targets, structure: Structure
     return torch.stack(losses)
 
 
-def mean_lens_loss(states: Sequence[Tensor], targets: Targets, structure: Structure, *, chunk: int = CHUNK) -> Tensor:
+def mean_lens_loss(
+    states: Sequence[Tensor], targets: Targets, structure: DecoderStructure, *, chunk: int = CHUNK
+) -> Tensor:
     """The mean of `lens_losses` over the layers, with gradients."""
     if not torch.is_grad_enabled():
         return lens_losses(states, targets, structure, chunk=chunk).mean()
@@ -140,7 +144,7 @@ def _chunks(rows: Tensor, targets: Targets, chunk: int) -> Iterator[tuple[Tensor
     return zip(torch.split(rows, chunk), torch.split(targets.tokens, chunk), strict=True)
 
 
-def _of_chunk(rows: Tensor, tokens: Tensor, structure: Structure) -> Tensor:
+def _of_chunk(rows: Tensor, tokens: Tensor, structure: DecoderStructure) -> Tensor:
     logits = run_gathered(structure.unembedding, run_gathered(structure.norm, rows))
     return functional.cross_entropy(_wide(logits), tokens, reduction="sum")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from netweight.data.tokens import IGNORED, Batch, Pair, collate
+from netweight.data.tokens import IGNORED, AnswerPair, Batch, collate
 from netweight.methods.immunize.distributed import (
     ALONE,
     ProcessGroup,
@@ -34,7 +34,7 @@ class PairBatch:
         return PairBatch(self.harmless.to(device), self.harmful.to(device), self.group)
 
 
-def collate_pairs(pairs: Sequence[Pair], *, pad_id: int, aligned: bool = False) -> PairBatch:
+def collate_pairs(pairs: Sequence[AnswerPair], *, pad_id: int, aligned: bool = False) -> PairBatch:
     """Put pairs side by side; losses look at answers alone, padding is ignored."""
     harmless = collate([pair.harmless for pair in pairs], pad_id=pad_id)
     harmful = collate([pair.harmful for pair in pairs], pad_id=pad_id)

@@ -14,7 +14,7 @@ from netweight.errors import UsageError
 
 @final
 @dataclass(frozen=True)
-class Plane:
+class PrincipalPlane:
     """The directions along which representations differ most, to draw others in too: fit before, place after."""
 
     center: Tensor
@@ -25,7 +25,7 @@ class Plane:
     """Share of the variance along each axis, shape `(k,)`."""
 
     @classmethod
-    def fit(cls, points: Tensor, *, axes: int = 2) -> Plane:
+    def fit(cls, points: Tensor, *, axes: int = 2) -> PrincipalPlane:
         """Find the principal components."""
         if not 1 <= axes <= min(points.shape):
             raise UsageError(f"{axes} axes cannot be drawn through points of shape {tuple(points.shape)}.")

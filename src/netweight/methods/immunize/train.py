@@ -20,7 +20,7 @@ from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.environment import describe
 from netweight.core.progress import QUIET, Progress
 from netweight.core.seeds import derive
-from netweight.data.tokens import Batch, Example, Pair, collate
+from netweight.data.tokens import AnswerPair, Batch, Example, collate
 from netweight.errors import TrainingStopped, UsageError
 from netweight.hf.load_language_model import frozen
 from netweight.job import Job
@@ -52,7 +52,7 @@ _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's
 
 def immunize(
     model: nn.Module,
-    pairs: Sequence[Pair],
+    pairs: Sequence[AnswerPair],
     retain: Sequence[Example] = (),
     *,
     defense: DefenseSettings | Defense[Any] | str = "repnoise",
@@ -164,7 +164,7 @@ class _Training:
         spread: Spread,
         defense: Defense[Any],
         settings: TrainingSettings,
-        pairs: Sequence[Pair],
+        pairs: Sequence[AnswerPair],
         retain: Sequence[Example],
         pad_id: int,
         checkpoint: tuple[str, list[Job]] | None,

@@ -33,7 +33,14 @@ from netweight.store.lora_formats.base_weights import CONV1D, BaseWeights, open_
 from netweight.store.lora_formats.identify import COMPONENTS
 from netweight.store.lora_formats.naming import Piece, naming_called
 from netweight.store.lora_formats.other_kinds import Conversion
-from netweight.store.lora_formats.parts import AdapterPlan, Part, VectorPart, dense_change, load_part, take_rows
+from netweight.store.lora_formats.parts import (
+    AdapterPart,
+    AdapterPlan,
+    VectorPart,
+    dense_change,
+    load_part,
+    take_rows,
+)
 from netweight.store.lora_formats.reading import plan_adapter, refuse_not_finite
 from netweight.store.lora_formats.targets import expert_of, parameter_of
 from netweight.store.reader import INDEX_SUFFIX, Store, StoredFile, TensorInfo, open_store, weight_map
@@ -252,7 +259,7 @@ class _Baking:
         self.changed = self.copied = 0
         self.rounded_away: list[str] = []
         for plan, _ in plans:
-            parts: list[Part | VectorPart] = [
+            parts: list[AdapterPart | VectorPart] = [
                 *plan.parts.values(), *plan.vectors.values(), *plan.replacements.values(),
             ]  # fmt: skip
             for file in dict.fromkeys(part.file for part in parts):
@@ -545,7 +552,7 @@ class _Baking:
         change = change.T if transposed else change
         _add_rows(result, rows, change.reshape(current.shape), factor)
 
-    def _factors(self, name: str, part: Part) -> tuple[Tensor, Tensor, float]:
+    def _factors(self, name: str, part: AdapterPart) -> tuple[Tensor, Tensor, float]:
         change, _ = load_part(self._stores[part.file], name, part, None)
         refuse_not_finite(part.file, name, change)
         return change.down, change.up, change.scale

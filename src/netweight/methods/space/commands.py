@@ -57,7 +57,7 @@ from netweight.methods.space.space_files import (
 from netweight.methods.space.steps import fit as fit_step
 from netweight.methods.space.steps import moves_of
 from netweight.methods.space.view.page import View, write_view
-from netweight.registry import Context, Result, Rows, shell_line
+from netweight.registry import Context, PrintedTable, Result, shell_line
 from netweight.report.finding import Section
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.bank.published import import_published, stable_diffusion_dimensions
@@ -152,7 +152,7 @@ def neighbors(settings: NeighborSettings, context: Context, space: Path, point: 
         name: [{**vars(each), "cosine": None if math.isnan(each.cosine) else each.cosine} for each in part]
         for name, part in pairs
     }
-    return Result([Rows(("point", "model", "cosine", "distance"), rows)], payload=payload)
+    return Result([PrintedTable(("point", "model", "cosine", "distance"), rows)], payload=payload)
 
 
 def invert(
@@ -168,7 +168,11 @@ def invert(
     distances, improvements = points.origin["distances"], points.origin["improvements"]
     rows = [(name, f"{distances[name]:.2f}", f"{improvements[name]:.2f}") for name in points.names]
     return Result(
-        [Rows(("target", "distance from the mean (about 1 for trained models)", "first loss / last loss"), rows)],
+        [
+            PrintedTable(
+                ("target", "distance from the mean (about 1 for trained models)", "first loss / last loss"), rows
+            )
+        ],
         payload={"points": str(out), "distances": distances, "improvements": improvements}, written=(out,),
         warnings=points.origin["remarks"],
         next=(shell_line("netweight", "space", "export", space, out, "adapter"),),
@@ -192,7 +196,11 @@ def export(
         if path.is_dir():
             export_record(opened, name, made[name]).write(path)
     return Result(
-        [Rows(("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in made.items()])],
+        [
+            PrintedTable(
+                ("point", "rank", "relative error", "where"), [(name, *_cells(each)) for name, each in made.items()]
+            )
+        ],
         payload={name: _payload(each) for name, each in made.items()},
         written=tuple(places),
     )  # fmt: skip
@@ -249,7 +257,7 @@ def predict(settings: PredictSettings, context: Context, bank: Path, adapters: t
         (name, *(f"{values[column]:.3g}" for column in settings.columns)) for name, values in predicted.values.items()
     ]
     return Result(
-        [Rows(("adapter", *settings.columns), rows)], [Section("Held-out scores", predicted.findings)],
+        [PrintedTable(("adapter", *settings.columns), rows)], [Section("Held-out scores", predicted.findings)],
         payload={"predicted": dict(predicted.values)}, advises=False,
     )  # fmt: skip
 
@@ -259,7 +267,7 @@ def similar(settings: SimilarSettings, context: Context, adapter: Path, bank: Pa
     near = find_similar(adapter, bank, settings.count, context.progress)
     rows = [(each.name, f"{each.cosine:.4f}", f"{each.shared_cosine:.4f}", f"{each.shared:.1%}") for each in near]
     heads = ("adapter", "cosine", "in shared modules", "of FILE in these")
-    return Result([Rows(heads, rows)], payload={"similar": [vars(each) for each in near]})
+    return Result([PrintedTable(heads, rows)], payload={"similar": [vars(each) for each in near]})
 
 
 def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Result:
@@ -270,7 +278,7 @@ def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Resul
     what = "is a copy of another one" if len(pairs) == 1 else "are copies of another one"
     count = f"{quantities.many(len(pairs), 'adapter')} {what} (cosine of at least {settings.least:g})."
     return Result(
-        [count, Rows(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
+        [count, PrintedTable(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
         payload={"duplicates": [vars(each) for each in pairs], "unread": bad},
     )  # fmt: skip
 
@@ -353,7 +361,7 @@ def _payload(made: ExportResult) -> dict[str, Any]:
 
 def _written(made: ExportResult) -> Result:
     count = f"{made.modules} of {made.changed} changed tensors" if made.changed else f"{made.modules} modules"
-    lines: list[str | Rows] = [Rows(("rank", "relative error", "where"), [_cells(made)]), *made.remarks]
+    lines: list[str | PrintedTable] = [PrintedTable(("rank", "relative error", "where"), [_cells(made)]), *made.remarks]
     lines.append(f"Layout {made.layout}: {count} written and read back.")
     reasons: dict[str, list[str]] = {}
     for name, reason in made.left_out.items():
@@ -369,7 +377,7 @@ def _bank(bank: AdapterBank, *, verified: bool = False, written: bool = False) -
     ranks = bank.ranks
     span = f"{ranks[0]}" if ranks[0] == ranks[1] else f"{ranks[0]} to {ranks[1]}"
     weights = sum(rows * columns for rows, columns in bank.shapes.values())
-    lines: list[str | Rows] = [
+    lines: list[str | PrintedTable] = [
         f"{bank.path}: {quantities.many(len(bank), 'adapter')} of {quantities.many(len(bank.modules), 'module')}, "
         f"rank {span}, {quantities.size(bank.nbytes)} in {quantities.many(bank.shards, 'shard')}",
         f"{weights:,} weights are changed" + (f" of {bank.base}" if bank.base else ""),
@@ -399,9 +407,9 @@ _FACTS = {
 }
 
 
-def _provenance(bank: AdapterBank) -> list[str | Rows]:
+def _provenance(bank: AdapterBank) -> list[str | PrintedTable]:
     """Return what the adapters' files state about their origin."""
-    lines: list[str | Rows] = []
+    lines: list[str | PrintedTable] = []
     rows = [
         (name, *(next((facts[key] for key in keys if key in facts), "") for keys in _FACTS.values()))
         for name, facts in bank.provenance.items()
@@ -411,7 +419,7 @@ def _provenance(bank: AdapterBank) -> list[str | Rows]:
         filled = [0, *(place for place in range(1, len(rows[0])) if any(row[place] for row in rows))]
         heads = ("adapter", *_FACTS)
         cells = [[row[place][:_WIDE] for place in filled] for row in rows[:_SHOWN]]
-        lines.append(Rows([heads[place] for place in filled], cells))
+        lines.append(PrintedTable([heads[place] for place in filled], cells))
         if len(rows) > _SHOWN:
             lines.append(f"... and {len(rows) - _SHOWN} more; --json has all.")
     if licences := sorted({row[3] for row in rows if row[3]}):
@@ -429,7 +437,7 @@ def _space(folder: Path, *, written: bool = False) -> Result:
         "published": "as published",
     }
     appended = len(about["names"]) - about["fitted"]
-    lines: list[str | Rows] = [
+    lines: list[str | PrintedTable] = [
         f"{folder}: {about['components']} components of {about['fitted']} adapters capture {accuracy.captured:.1%} of "
         f"their variance, {ways[accuracy.solver]}",
         f"Representation {about['config']['representation']}, {len(about['shapes'])} modules"

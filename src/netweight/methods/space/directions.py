@@ -140,7 +140,7 @@ def decorrelated(scores: Tensor, direction: Direction, confounders: Sequence[Dir
 
 @final
 @dataclass(frozen=True, eq=False)
-class _Task:
+class _LabelledScores:
     """Models whose attribute and confounders are known."""
 
     column: str
@@ -163,14 +163,14 @@ class _Task:
         columns = [self.values, *(each.values for each in self.others)]
         return all(float(values[present].min()) < float(values[present].max()) for values in columns)
 
-    def part(self, rows: Tensor) -> _Task:
+    def part(self, rows: Tensor) -> _LabelledScores:
         """The task of some of the models."""
         others = tuple(LabelColumn(each.name, each.values[rows]) for each in self.others)
         rows_of_fields = {name: getattr(self, name)[rows] for name in ("scores", "values", "counts")}
         return replace(self, others=others, **rows_of_fields)
 
 
-def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str], least: int) -> _Task:
+def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str], least: int) -> _LabelledScores:
     """Collect what is known, checked."""
     if scores.ndim != 2 or len(scores) != len(labels.names):
         raise UsageError(
@@ -190,7 +190,7 @@ def _task(scores: Tensor, labels: Labels, column: str, confounders: Sequence[str
     if not ours.isfinite().all():
         raise UsageError("The scores contain NaN or infinity.", cure="Fit the space again.")
     counts = torch.ones(len(values), dtype=torch.float64)
-    return _Task(column, ours, values, binary, tuple(columns[1:]), counts)
+    return _LabelledScores(column, ours, values, binary, tuple(columns[1:]), counts)
 
 
 @final
@@ -204,7 +204,7 @@ class _Solution:
     read_out: ReadOut | None = None
 
 
-def _solved(task: _Task, kind: DirectionKind, penalty: float | None = None) -> _Solution:
+def _solved(task: _LabelledScores, kind: DirectionKind, penalty: float | None = None) -> _Solution:
     if kind == "encoder":
         return _Solution(_encoder(task, [each.values for each in task.others]))
     if kind == "difference":
@@ -215,7 +215,7 @@ def _solved(task: _Task, kind: DirectionKind, penalty: float | None = None) -> _
     return _Solution(_apart(task, decoder.weights), decoder.penalty, None if task.others else decoder)
 
 
-def _encoder(task: _Task, others: Sequence[Tensor]) -> Tensor:
+def _encoder(task: _LabelledScores, others: Sequence[Tensor]) -> Tensor:
     """Regress scores on labels, jointly and with an intercept; the first label's row."""
     columns = torch.stack([task.values, *others], 1)
     total = task.counts.sum()
@@ -243,7 +243,7 @@ def _decoder(design: Design, values: Tensor, binary: bool, counts: Tensor, penal
     return logistic(design, positive, weights, penalty=penalty)
 
 
-def _apart(task: _Task, vector: Tensor) -> Tensor:
+def _apart(task: _LabelledScores, vector: Tensor) -> Tensor:
     """Make a vector orthogonal to the confounders' decoders."""
     if not task.others:
         return vector
@@ -257,7 +257,7 @@ def _apart(task: _Task, vector: Tensor) -> Tensor:
     return decorrelated(task.scores, whole, others).vector
 
 
-def _held_out(task: _Task, kind: DirectionKind, folds: int, seed: int) -> Finding:
+def _held_out(task: _LabelledScores, kind: DirectionKind, folds: int, seed: int) -> Finding:
     """Return how well the direction predicts held-out models, over folds of about equal classes."""
     said, among = torch.empty_like(task.values), folds_of(task.column, task.values, task.binary, folds, seed)
     for fold in range(folds):
@@ -296,7 +296,7 @@ def folds_of(what: str, values: Tensor, binary: bool, folds: int, seed: int) -> 
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order)) % folds)
 
 
-def _read(task: _Task, scores: Tensor, solution: _Solution) -> Tensor:
+def _read(task: _LabelledScores, scores: Tensor, solution: _Solution) -> Tensor:
     """Read the attribute off other models' places along a vector, on the scale that the task's own models give it."""
     if solution.read_out is not None:
         return solution.read_out(scores)
@@ -306,7 +306,7 @@ def _read(task: _Task, scores: Tensor, solution: _Solution) -> Tensor:
     return task.values.mean() + (slope[0, 1] / slope[0, 0]) * (scores @ vector - own.mean())
 
 
-def _reference(scores: Tensor, labels: Labels, task: _Task) -> Direction:
+def _reference(scores: Tensor, labels: Labels, task: _LabelledScores) -> Direction:
     """Compute what the authors' code does, in fp64 rather than bfloat16."""
     missing = len(labels.names) - len(task.values)
     if missing:

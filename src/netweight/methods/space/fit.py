@@ -39,7 +39,7 @@ from netweight.nn.matrix import Columns, MatrixFile, MatrixRows
 from netweight.nn.pca import (
     MOST_DUAL,
     BasisFit,
-    Halves,
+    HalfAgreement,
     Solver,
     fit_exactly,
     fit_gram,
@@ -82,7 +82,7 @@ class Accuracy:
     """
     passes: tuple[float, ...] = ()
     """Streaming: the captured share after each pass; where growth has stopped it is near the best."""
-    halves: Halves | None = None
+    halves: HalfAgreement | None = None
     """Agreement of two fits to one half of the adapters each; None if they were not made."""
     sketch: SketchError | None = None
     """Error of the sketch; None without one."""
@@ -110,7 +110,7 @@ class Accuracy:
         halves, sketch = values["halves"], values["sketch"]
         if halves is not None:
             agreement = {int(number): share for number, share in halves["agreement"].items()}
-            halves = Halves(**{**halves, "agreement": agreement})
+            halves = HalfAgreement(**{**halves, "agreement": agreement})
         sketch = None if sketch is None else SketchError(**sketch)
         return cls(**{**values, "passes": tuple(values["passes"]), "halves": halves, "sketch": sketch})
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.names import nearest_names
-from netweight.data.rows import Row, read_rows
+from netweight.data.rows import DataRow, read_rows
 from netweight.errors import NameNotFound, UsageError
 
 _WORDS = {"true": 1.0, "yes": 1.0, "false": 0.0, "no": 0.0}
@@ -139,7 +139,7 @@ def check_columns(path: str | Path, columns: Sequence[str], *, key: str = "name"
     read_rows(path, key=key).need(key, *columns, by="")
 
 
-def _model(path: Path, row: Row, key: str, numbers: Mapping[str, int], labeled: set[str]) -> str:
+def _model(path: Path, row: DataRow, key: str, numbers: Mapping[str, int], labeled: set[str]) -> str:
     """The model that a row is about, checked."""
     if row.values.get(key) is None:
         raise UsageError(f"{path}, {row.where}, does not name a model.", cure=f"Give its name in the column {key!r}.")

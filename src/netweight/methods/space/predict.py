@@ -57,7 +57,7 @@ class _WeightNetwork(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class Predictions:
+class AttributePredictions:
     """Attributes as they are read off weights."""
 
     findings: tuple[Finding, ...]
@@ -75,7 +75,7 @@ def predict(
     folds: int = 5,
     seed: int = 0,
     progress: Progress = QUIET,
-) -> Predictions:
+) -> AttributePredictions:
     """Read attributes off adapters' weights, and say how well: by a network and by linear probes of ΔW.
 
     Args:
@@ -125,7 +125,7 @@ def predict(
                 for name, value in zip(names, read.tolist(), strict=True):
                     values[name][column] = value
         task.update()
-    return Predictions(tuple(finding for each in findings for finding in each), values)
+    return AttributePredictions(tuple(finding for each in findings for finding in each), values)
 
 
 def _row(adapter: Adapter, sketch: Sketch) -> Tensor:

@@ -33,7 +33,7 @@ from netweight.methods.space.points import (
     read_points,
     scores_digest,
 )
-from netweight.methods.space.predict import Predictions, predict
+from netweight.methods.space.predict import AttributePredictions, predict
 from netweight.methods.space.settings import (
     DirectionSettings,
     FolderFit,
@@ -103,7 +103,9 @@ def _corrected(space: WeightSpace, labels: Labels, how: DirectionSettings, progr
     return direction_of(space.scores, steps.mean(0), name=how.column, kind="corrected")
 
 
-def predict_files(bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress) -> Predictions:
+def predict_files(
+    bank: Path, adapters: Sequence[Path], how: PredictSettings, progress: Progress
+) -> AttributePredictions:
     """Read attributes off the weights of a bank's adapters and of others; see `predict`."""
     opened = AdapterBank.open(bank)
     labels = read_labels(how.labels, opened.names, columns=how.columns, key=how.name_column)
@@ -258,14 +260,14 @@ def invert_files(
 def plan_inversion(images: Sequence[Path], how: FolderInversion) -> Result:
     """Plan an inversion: time and memory, measured on one of each kind of work, before anything is done."""
     from netweight.hf.load_pipeline import load_text_to_image
-    from netweight.hf.pipeline_costs import Descent, Stage, measured_plan
+    from netweight.hf.pipeline_costs import PlannedDescent, Stage, measured_plan
 
     pictures = [len(_target_files(path, how.masks)[0]) for path in images]
     model = load_text_to_image(how.pipeline, device=how.device, size=how.pixels)
     rows = how.draws * sum(sorted(pictures)[-how.together :])
     stage = Stage("descent", gradients=how.descent.steps * how.draws * sum(pictures), encoded=2 * sum(pictures))
     # Changes of weights are at work on the way back as well, so that all of a pass is kept.
-    return measured_plan(model, [stage], rows=rows, descent=Descent(rows, recomputed=False)).result()
+    return measured_plan(model, [stage], rows=rows, descent=PlannedDescent(rows, recomputed=False)).result()
 
 
 def _target_files(path: Path, masks: Path | None) -> tuple[list[Path], list[Path]]:

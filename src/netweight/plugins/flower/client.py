@@ -40,8 +40,8 @@ from netweight.plugins.flower.strategy import (
     ARRAYS,
     DECLINED_CODE,
     REPORT,
+    ClientRequest,
     Declined,
-    Order,
     answer_record,
     chosen,
     from_record,
@@ -226,13 +226,13 @@ def client_app(
             return answered(message, context, job)
 
     def answered(message: Message, context: Context, job: Job | None) -> Message:
-        number, order = client_number(context), Order.of(message)
+        number, order = client_number(context), ClientRequest.of(message)
         task, own_method = task_of(context), chosen(method, context)
         # This is checked only in the first round, since the examples do not change.
         if not order.go_on_from:
             refuse_unfit_examples(task, number)
         sent = from_record(message.content.array_records[ARRAYS])
-        answers = Answers(context, job, number)
+        answers = AnswerAccount(context, job, number)
         rehearsed: int | None = chosen(seed, context)
         if budget is not None and rehearsed is not None:
             raise UsageError(
@@ -274,7 +274,7 @@ def client_app(
 
 
 @final
-class Answers:
+class AnswerAccount:
     """The account of a client's answers: on its disk, or in the node's memory where it has no folder."""
 
     def __init__(self, context: Context, job: Job | None, client: int) -> None:
@@ -291,7 +291,7 @@ class Answers:
         self._next: dict[str, Any] = {}
 
     def admit(
-        self, order: Order, sent: Tensors, about: AnswerPrivacy, budget: Budget | None, repeats: int
+        self, order: ClientRequest, sent: Tensors, about: AnswerPrivacy, budget: Budget | None, repeats: int
     ) -> Guarantee | None:
         """Refuse an order that changes the model's shape, repeats a state too often or passes the budget.
 
@@ -340,7 +340,7 @@ class Answers:
             if "state" in row
         ]
 
-    def count(self, order: Order, spent: Guarantee | None) -> None:
+    def count(self, order: ClientRequest, spent: Guarantee | None) -> None:
         """Count the answer that is about to leave."""
         if spent is not None:
             _LOG.info("Round %d: %s.", order.round, spent)
@@ -371,7 +371,7 @@ def _on(device: torch.device | str, tensors: Tensors) -> dict[str, Tensor]:
 
 
 def _trained(
-    task: Task, method: Method, client: Client, order: Order, seed: int, device: torch.device
+    task: Task, method: Method, client: Client, order: ClientRequest, seed: int, device: torch.device
 ) -> tuple[LocalResult, dict[str, float]]:
     model = LocalModel(task, device)
     test = task.client(client.number).test

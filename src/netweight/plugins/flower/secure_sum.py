@@ -38,7 +38,7 @@ from flwr.serverapp import Grid
 from netweight.core import seeds
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.aggregators import AGGREGATORS
-from netweight.methods.federate.rounds import Trial
+from netweight.methods.federate.rounds import RoundAttempt
 from netweight.methods.federate.updates import Fault, LowRankUpdate, Tensors, Update, fault_of
 from netweight.plugins.flower.strategy import OverGrid, Summed, exchange, fault_of_error, known_metrics
 
@@ -168,7 +168,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
     # Lengths of the sums so far.
     lengths: list[float] = []
 
-    def exchange_masked(over: OverGrid, trial: Trial, messages: Mapping[int, Message]) -> list[Update]:
+    def exchange_masked(over: OverGrid, trial: RoundAttempt, messages: Mapping[int, Message]) -> list[Update]:
         rounds = over.rounds
         state, settings = rounds.state, rounds.settings
         if any(tensors.keys() != state.keys() for tensors in trial.messages.values()) or any(
@@ -213,7 +213,7 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
         return [*sums, *(Update(client, 0, {}, trial.round, fault=why) for client, why in faults.items())]
 
     def one_sum(
-        over: OverGrid, trial: Trial, questions: Mapping[int, Message], count: int
+        over: OverGrid, trial: RoundAttempt, questions: Mapping[int, Message], count: int
     ) -> tuple[Update | None, dict[int, Fault]]:
         settings, weights, faults = over.rounds.settings, over.nodes.examples, dict[int, Fault]()
         assert over.grid is not None

@@ -24,7 +24,7 @@ from torch import Tensor
 from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.history import Round
 from netweight.methods.federate.method import Method
-from netweight.methods.federate.rounds import Rounds, Trial
+from netweight.methods.federate.rounds import RoundAttempt, Rounds
 from netweight.methods.federate.settings import Federation
 from netweight.methods.federate.updates import Fault, LowRankUpdate, Tensors, Update, from_wire, to_wire
 
@@ -82,7 +82,7 @@ def _tensor(array: Array) -> Tensor:
 
 @final
 @dataclass(frozen=True)
-class Order:
+class ClientRequest:
     """Request of a server to a client."""
 
     federation: str
@@ -103,7 +103,7 @@ class Order:
         return ConfigRecord(dict(vars(self)))
 
     @classmethod
-    def of(cls, message: Message) -> Order:
+    def of(cls, message: Message) -> ClientRequest:
         """Return the order that a message holds."""
         record = message.content.config_records[ORDER]
         numbers = {name: int(str(record[name])) for name in ("round", "seed", "go_on_from")}
@@ -289,7 +289,7 @@ class OverGrid:
         self._here, absent = self.nodes.connected(self.grid)
         return self._here, absent
 
-    def messages(self, trial: Trial) -> dict[int, Message]:
+    def messages(self, trial: RoundAttempt) -> dict[int, Message]:
         """Return each client's message."""
         records = {
             id(tensors): to_record(tensors) for tensors in trial.messages.values()
@@ -298,12 +298,12 @@ class OverGrid:
         evaluate, seed = rounds.settings.evaluates(trial.round), rounds.settings.seed
         made = {}
         for client, tensors in trial.messages.items():
-            order = Order(self._federation, trial.round, seed, evaluate, rounds.last_taken(client)).to_record()
+            order = ClientRequest(self._federation, trial.round, seed, evaluate, rounds.last_taken(client)).to_record()
             content = RecordDict({ARRAYS: records[id(tensors)], ORDER: order})
             made[client] = Message(content, self._here[client], MessageType.TRAIN, ttl=lives, group_id=group)
         return made
 
-    def collect(self, trial: Trial) -> list[Update]:
+    def collect(self, trial: RoundAttempt) -> list[Update]:
         """Send the round's messages and read the replies."""
         assert self.grid is not None
         messages = self.messages(trial)
@@ -311,7 +311,7 @@ class OverGrid:
             return self._summed(self, trial, messages)
         return self.read(trial, messages, exchange(self.grid, list(messages.values()), timeout=self.timeout))
 
-    def read(self, trial: Trial, messages: Mapping[int, Message], replies: Iterable[Message]) -> list[Update]:
+    def read(self, trial: RoundAttempt, messages: Mapping[int, Message], replies: Iterable[Message]) -> list[Update]:
         """Read replies: who answered is known by the question, not by what the answer says of itself."""
         client_of = {message.metadata.message_id: client for client, message in messages.items()}
         folder = self.rounds.job.folder if self.rounds.job is not None else None
@@ -343,7 +343,7 @@ class OverGrid:
 
 
 # Runs a round in which the server sees a sum alone.
-Summed = Callable[[OverGrid, Trial, Mapping[int, Message]], list[Update]]
+Summed = Callable[[OverGrid, RoundAttempt, Mapping[int, Message]], list[Update]]
 
 
 def wait_for_nodes(grid: Grid, count: int, patience: float) -> None:
@@ -364,7 +364,7 @@ class MethodStrategy(Strategy):
     ) -> None:
         self.rounds = Rounds(method, settings, sorted(clients), {})
         self._over = OverGrid(self.rounds, federation=federation, timeout=timeout)
-        self._trial: Trial | None = None
+        self._trial: RoundAttempt | None = None
         self._messages: dict[int, Message] = {}
 
     def summary(self) -> None:

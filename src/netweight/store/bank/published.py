@@ -20,7 +20,7 @@ from torch import Tensor
 
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UnsafeInput, UsageError
-from netweight.store.bank.shards import MATRIX, BankWriter, Rows, find_published
+from netweight.store.bank.shards import MATRIX, BankWriter, ShardRows, find_published
 from netweight.store.lora_formats import peft_settings as peft
 from netweight.store.lora_formats.tensor_names import take_apart
 from netweight.store.torch_archive import refuse_inflated
@@ -149,7 +149,7 @@ class PublishedLayout:
     base: str | None
     """Name of the base model, if it is stated."""
 
-    def rows(self, block: Tensor) -> Rows:
+    def rows(self, block: Tensor) -> ShardRows:
         """Lay rows of the matrix out as a shard holds them."""
         count, names = len(block), sorted(self.modules)
         down, up = {}, {}
@@ -161,7 +161,7 @@ class PublishedLayout:
             up[name] = factor.reshape(count * module.rank, rows).contiguous()
         scale = torch.tensor([[self.modules[name].scale for name in names]], dtype=torch.float64)
         rank = torch.tensor([[self.modules[name].rank for name in names]])
-        return Rows(down, up, scale.repeat(count, 1), rank.repeat(count, 1))
+        return ShardRows(down, up, scale.repeat(count, 1), rank.repeat(count, 1))
 
 
 def _add(

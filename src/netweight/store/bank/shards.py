@@ -127,7 +127,7 @@ def _record(values: dict[str, Any]) -> BankRecord:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Rows:
+class ShardRows:
     """Adapters in a row, as a shard holds them."""
 
     down: Mapping[str, Tensor]
@@ -186,7 +186,7 @@ class Rows:
         return [f"{ALGORITHM}:{state.hexdigest()}" for state in states]
 
 
-def rows_of_adapter(adapter: Adapter, modules: Mapping[str, tuple[int, int]]) -> Rows:
+def rows_of_adapter(adapter: Adapter, modules: Mapping[str, tuple[int, int]]) -> ShardRows:
     """Lay one adapter out as a shard holds it; modules that it lacks have no row.
 
     `modules`: sorted names → shapes.
@@ -200,10 +200,10 @@ def rows_of_adapter(adapter: Adapter, modules: Mapping[str, tuple[int, int]]) ->
         rows, columns = modules[name]
         down[name] = change.down.detach() if change else torch.empty(0, columns, dtype=any_dtype)
         up[name] = change.up.detach().T.contiguous() if change else torch.empty(0, rows, dtype=any_dtype)
-    return Rows(down, up, torch.tensor([scale], dtype=torch.float64), torch.tensor([rank]))
+    return ShardRows(down, up, torch.tensor([scale], dtype=torch.float64), torch.tensor([rank]))
 
 
-def rows_of(stack: AdapterStack) -> Rows:
+def rows_of(stack: AdapterStack) -> ShardRows:
     """Lay a stack out as a shard holds it; always copies."""
     modules = stack.modules
     down, up = {}, {}
@@ -215,10 +215,10 @@ def rows_of(stack: AdapterStack) -> Rows:
         up[name] = stack.up[name].detach().cpu().to(dtype).transpose(1, 2)[filled]
     scale = torch.stack([stack.scale[name].detach().cpu().double() for name in modules], dim=1)
     rank = torch.stack([stack.ranks[name].detach().cpu().long() for name in modules], dim=1)
-    return Rows(down, up, scale, rank)
+    return ShardRows(down, up, scale, rank)
 
 
-def joined(modules: Sequence[str], pieces: Sequence[Rows]) -> AdapterStack:
+def joined(modules: Sequence[str], pieces: Sequence[ShardRows]) -> AdapterStack:
     """Stack rows of one or several shards, lower ranks filled up with zeros."""
     scale, rank = torch.cat([piece.scale for piece in pieces]), torch.cat([piece.rank for piece in pieces])
     down, up = {}, {}
@@ -238,7 +238,7 @@ def stacked(adapter: Adapter, shapes: Mapping[str, tuple[int, int]]) -> AdapterS
     return joined(list(modules), [rows_of_adapter(adapter, modules)])
 
 
-def write_shard(path: Path, pieces: Sequence[Rows], *, compress: bool) -> None:
+def write_shard(path: Path, pieces: Sequence[ShardRows], *, compress: bool) -> None:
     """Write a shard, whole or not at all, over one that a killed run may have left."""
     if compress:
         with StoreWriter(path, overwrite=True) as writer:
@@ -276,7 +276,7 @@ class ShardReader:
             raise self._damaged(0, len(record.names))
         self._starts = torch.cat([torch.zeros_like(ends[:1]), ends])
 
-    def rows(self, start: int, stop: int, modules: Collection[str]) -> Rows:
+    def rows(self, start: int, stop: int, modules: Collection[str]) -> ShardRows:
         """Read adapters `start` to `stop` of this shard, and compare what was read with their digests."""
         down, up = {}, {}
         columns = [column for column, name in enumerate(self._modules) if name in modules]
@@ -285,7 +285,7 @@ class ShardReader:
             piece = slice(int(self._starts[start, column]), int(self._starts[stop, column]))
             down[name] = self._store.get_slice(f"{name}.down", piece)
             up[name] = self._store.get_slice(f"{name}.up", piece)
-        rows = Rows(down, up, self._scale[start:stop, columns], self.rank[start:stop, columns])
+        rows = ShardRows(down, up, self._scale[start:stop, columns], self.rank[start:stop, columns])
         piecewise = len(columns) == len(self._modules) and stop - start < len(self._record.names)
         if not self._intact and not (piecewise and tuple(rows.digests()) == self._record.contents[start:stop]):
             # Digests are of all factors of an adapter in their own dtype. For some modules, or a wider dtype, the
@@ -303,7 +303,7 @@ class ShardReader:
         )
 
 
-def _shapes(pieces: Sequence[Rows]) -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
+def _shapes(pieces: Sequence[ShardRows]) -> Iterator[tuple[str, torch.dtype, tuple[int, int]]]:
     """Name, dtype and shape of a shard's tensors, in order."""
     modules = sorted(pieces[0].down)
     for name in modules:
@@ -315,7 +315,7 @@ def _shapes(pieces: Sequence[Rows]) -> Iterator[tuple[str, torch.dtype, tuple[in
     yield "rank", torch.int64, (count, len(modules))
 
 
-def _tensors(pieces: Sequence[Rows]) -> Iterator[tuple[str, Tensor]]:
+def _tensors(pieces: Sequence[ShardRows]) -> Iterator[tuple[str, Tensor]]:
     """A shard's tensors, in order, joined one at a time."""
     for name in sorted(pieces[0].down):
         yield f"{name}.down", _cat([piece.down[name] for piece in pieces])
@@ -367,7 +367,7 @@ class _Addition:
     """Adapters with their entries in the record."""
 
     names: Sequence[str]
-    rows: Rows
+    rows: ShardRows
     contents: Sequence[str]
     stamps: Sequence[str]
 
@@ -456,7 +456,7 @@ class BankWriter:
     def add_rows(
         self,
         names: Sequence[str],
-        rows: Rows,
+        rows: ShardRows,
         shapes: Mapping[str, tuple[int, int]],
         *,
         stamps: Sequence[str] | None = None,
@@ -548,7 +548,9 @@ class BankWriter:
             self._held |= zip(shard.names, shard.contents, strict=True)
             self._stamps |= zip(shard.names, shard.stamps, strict=True)
 
-    def _check(self, names: Sequence[str], rows: Rows, shapes: Mapping[str, tuple[int, int]], *, finite: bool) -> None:
+    def _check(
+        self, names: Sequence[str], rows: ShardRows, shapes: Mapping[str, tuple[int, int]], *, finite: bool
+    ) -> None:
         if len(names) != len(rows):
             raise UsageError(f"{len(names)} names cannot be given to {len(rows)} adapters.")
         for position, name in enumerate(names):

@@ -42,7 +42,7 @@ class Piece:
 
 @final
 @dataclass(frozen=True)
-class Entry:
+class NamingEntry:
     """A line of a table: one module of the authors, and the modules of diffusers that it stands for."""
 
     authors: str
@@ -86,7 +86,7 @@ class Entry:
 class Match:
     """A name that a table knows."""
 
-    entry: Entry
+    entry: NamingEntry
     numbers: tuple[str, ...]
     """The number in place of each `#`."""
     names: Names
@@ -147,10 +147,10 @@ class Naming:
     """The component that the T5 text encoder is."""
     unread: tuple[str, ...]
     """Layouts of this architecture of which diffusers loads no module, without an error."""
-    entries: tuple[Entry, ...]
+    entries: tuple[NamingEntry, ...]
     """Entries of the table."""
-    _dotted: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
-    _flat: dict[str, list[tuple[tuple[str, ...], Entry, Names, int]]] = field(default_factory=dict, repr=False)
+    _dotted: dict[str, list[tuple[tuple[str, ...], NamingEntry, Names, int]]] = field(default_factory=dict, repr=False)
+    _flat: dict[str, list[tuple[tuple[str, ...], NamingEntry, Names, int]]] = field(default_factory=dict, repr=False)
     _matches: dict[tuple[str, bool, Names | None], Match | None] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -246,9 +246,9 @@ def _read(path: Path, values: Mapping[str, Any]) -> Naming:
     rows = {each: tuple(shares) for key, shares in values.get("rows", {}).items() for each in alternatives(key)}
     swapped = {each: how for key, how in values.get("swapped", {}).items() for each in alternatives(key)}
 
-    def entry(authors: str, diffusers: Sequence[str]) -> Entry:
+    def entry(authors: str, diffusers: Sequence[str]) -> NamingEntry:
         fused = len(diffusers) > 1
-        return Entry(
+        return NamingEntry(
             authors, tuple(diffusers), rows.get(authors, ()), values.get("rest") if fused else None,
             swapped.get(authors, ""),
         )  # fmt: skip

@@ -45,7 +45,7 @@ class Conversion:
 
 @final
 @dataclass(frozen=True)
-class Structure:
+class ChangeStructure:
     """Structure of a module by the shapes of its tensors."""
 
     rank: int | None
@@ -64,7 +64,7 @@ def kind_of(roles: Mapping[str, object]) -> str:
     return {"hada": "loha", "lokr": "lokr", "diff": "diff"}[heads.pop()] if len(heads) == 1 else "lora"
 
 
-def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> Structure:
+def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> ChangeStructure:
     """Find the rank, rows, columns and kernel of LoHa, LoKr or a difference from the shapes of its tensors by role."""
     kind = kind_of(shapes)
     try:
@@ -72,7 +72,7 @@ def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> 
             rows, *rest = shapes["diff"]
             if not rest:
                 raise Unsupported(f"{where}: {name} is a change of a norm or bias, which is not a matrix.", cure=_TRAIN)
-            structure, sound = Structure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
+            structure, sound = ChangeStructure(None, (rows, math.prod(rest)), tuple(rest[1:])), True
         elif kind == "loha":
             one, two = (_product(shapes, f"hada_w{n}_a", f"hada_w{n}_b", f"hada_t{n}", turned=True) for n in (1, 2))
             structure, sound = one, one.shape == two.shape
@@ -80,33 +80,33 @@ def structure(shapes: Mapping[str, tuple[int, ...]], name: str, where: Path) -> 
             one = _product(shapes, "lokr_w1_a", "lokr_w1_b", None, whole="lokr_w1")
             two = _product(shapes, "lokr_w2_a", "lokr_w2_b", "lokr_t2", whole="lokr_w2")
             shape = (one.shape[0] * two.shape[0], one.shape[1] * two.shape[1])
-            structure, sound = Structure(one.rank or two.rank, shape, two.kernel), True
+            structure, sound = ChangeStructure(one.rank or two.rank, shape, two.kernel), True
     except (KeyError, IndexError, ValueError) as error:
         raise CorruptBlob(f"{where}: {name} lacks a factor, or has one of another shape ({error}).") from error
     if not sound or not all(structure.shape) or structure.rank == 0:
         raise CorruptBlob(f"{where}: the tensors of {name} have shapes that do not fit: {dict(shapes)}.")
     if not structure.kernel and structure.shape[1] % 9 == 0 and _KERNELS.fullmatch(name):
         # It is written as a matrix, which does not state the sides of the kernel.
-        structure = Structure(structure.rank, structure.shape, (3, 3))
+        structure = ChangeStructure(structure.rank, structure.shape, (3, 3))
     return structure
 
 
 def _product(
     shapes: Mapping[str, tuple[int, ...]], a: str, b: str, core: str | None, *, whole: str = "", turned: bool = False
-) -> Structure:
+) -> ChangeStructure:
     """The structure of a matrix or kernel: whole, a product, or a product with a core, whose first factor is turned."""
     if whole in shapes:
         rows, *rest = shapes[whole]
-        return Structure(None, (rows, math.prod(rest)), tuple(rest[1:]))
+        return ChangeStructure(None, (rows, math.prod(rest)), tuple(rest[1:]))
     left, right = shapes[a], shapes[b]
     if core is not None and core in shapes:
         ranks, sides = shapes[core][:2], shapes[core][2:]
         if (left[0], right[0]) != ranks:
             raise ValueError(f"{core} of {shapes[core]}")
-        return Structure(right[0], (left[1], right[1] * math.prod(sides)), sides)
+        return ChangeStructure(right[0], (left[1], right[1] * math.prod(sides)), sides)
     if left[1] != right[0]:
         raise ValueError(f"{a} of {left}, {b} of {right}")
-    return Structure(right[0], (left[0], math.prod(right[1:])), tuple(right[2:]))
+    return ChangeStructure(right[0], (left[0], math.prod(right[1:])), tuple(right[2:]))
 
 
 def with_core(down: Tensor, core: Tensor) -> Tensor:

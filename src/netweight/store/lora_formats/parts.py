@@ -20,8 +20,8 @@ from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.naming import Naming
 from netweight.store.lora_formats.other_kinds import (
     MAGNITUDES,
+    ChangeStructure,
     Conversion,
-    Structure,
     by_row,
     dense,
     kind_of,
@@ -44,13 +44,13 @@ Layout = Literal["diffusers", "peft", "kohya", "comfyui"]
 _DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 # Factors of mlx-lm, which are transposed → the role of the factor in peft.
 _TURNED: Mapping[Role, Role] = {"lora_a": "down", "lora_b": "up"}
-Rows = tuple[tuple[int, int], ...]
+RowRanges = tuple[tuple[int, int], ...]
 """Ranges of rows, in order; empty for all as they are."""
 
 
 @final
 @dataclass(frozen=True)
-class Part:
+class AdapterPart:
     """One module's change in a file."""
 
     file: Path
@@ -65,7 +65,7 @@ class Part:
     """Rows and columns of the change; a convolution's columns are channels × kernel."""
     kernel: tuple[int, ...]
     """Sides of a convolution's kernel; empty for a linear layer."""
-    rows: Rows = ()
+    rows: RowRanges = ()
     """Ranges of the file's rows that are this module's, in order; empty for all as they are."""
     expert: tuple[int, int] | None = None
     """For a packed parameter, whose factors are those of all experts: the number of the expert, and the number of
@@ -89,7 +89,7 @@ class VectorPart:
     """The tensor's name."""
     scale: float = 1.0
     """Factor of the vector."""
-    rows: Rows = ()
+    rows: RowRanges = ()
     """Ranges of its entries that are this parameter's; empty for all."""
 
 
@@ -102,7 +102,7 @@ class AdapterPlan:
     """The file or folder."""
     layout: Layout
     """Layout of the files."""
-    parts: Mapping[str, Part]
+    parts: Mapping[str, AdapterPart]
     """Module name → where its change lies."""
     base: str | None
     """The model it was trained on, if the files say that."""
@@ -150,7 +150,7 @@ def refuse_pickle(path: Path) -> None:
         )
 
 
-def structure_of(file: Path, store: Store, name: str, factors: Mapping[Role, str]) -> Structure:
+def structure_of(file: Path, store: Store, name: str, factors: Mapping[Role, str]) -> ChangeStructure:
     """Find the rank, rows, columns and kernel of one module's change from the header of its file.
 
     Args:
@@ -182,10 +182,10 @@ def plan_part(
     file: Path,
     name: str,
     factors: Mapping[Role, str],
-    structure: Structure,
+    structure: ChangeStructure,
     scale: float,
     conversion: Conversion | None,
-) -> Part:
+) -> AdapterPart:
     """Describe one module's change in a file.
 
     Args:
@@ -204,11 +204,11 @@ def plan_part(
     """
     if not math.isfinite(scale):
         raise UsageError(f"{file}: the scale of {name} is {scale}.", cure="Leave the file out, or correct its alpha.")
-    part = Part(file, dict(factors), scale, structure.rank or 0, structure.shape, structure.kernel)
+    part = AdapterPart(file, dict(factors), scale, structure.rank or 0, structure.shape, structure.kernel)
     return replace(part, rank=min(conversion.rank, *structure.shape)) if part.converts and conversion else part
 
 
-def with_rows(part: Part, rows: Rows) -> Part:
+def with_rows(part: AdapterPart, rows: RowRanges) -> AdapterPart:
     """Return the part of some of a fused module's rows."""
     if not rows:
         return part
@@ -217,20 +217,20 @@ def with_rows(part: Part, rows: Rows) -> Part:
     return replace(part, rows=rows, shape=(count, part.shape[1]), rank=rank)
 
 
-def take_rows(tensor: Tensor, rows: Rows) -> Tensor:
+def take_rows(tensor: Tensor, rows: RowRanges) -> Tensor:
     """Take ranges of a tensor's rows, in their order."""
     import torch
 
     return torch.cat([tensor[start:stop] for start, stop in rows]) if rows else tensor
 
 
-def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Structure:
+def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> ChangeStructure:
     """The structure of a LoRA, or of one with Tucker's core."""
     if "embedding_A" in shapes and "embedding_B" in shapes:
         tokens, sides = shapes["embedding_A"], shapes["embedding_B"]  # (rank, tokens) and (width, rank)
         if len(tokens) != 2 or len(sides) != 2 or tokens[0] != sides[1] or not tokens[0]:
             raise CorruptBlob(f"{file}: the factors of the embedding {name} have shapes {tokens} and {sides}.")
-        return Structure(tokens[0], (tokens[1], sides[0]), ())
+        return ChangeStructure(tokens[0], (tokens[1], sides[0]), ())
     if "down" not in shapes or "up" not in shapes:
         lacking = "down (lora_A)" if "down" not in shapes else "up (lora_B)"
         raise CorruptBlob(f"{file}: {name} has no {lacking} factor.", cure="The file is incomplete: fetch it again.")
@@ -248,7 +248,7 @@ def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Stru
         raise UsageError(f"{file}: {name} has rank 0.", cure="Train it with rank 1 or more, or leave the file out.")
     if up[1] != rank:
         raise CorruptBlob(f"{file}: {name} has a down factor of rank {rank} and an up factor of {up[1]}.")
-    return Structure(rank, (up[0], columns), tuple(core[2:] if core else down[2:]))
+    return ChangeStructure(rank, (up[0], columns), tuple(core[2:] if core else down[2:]))
 
 
 def _shapes_turned(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> Mapping[Role, tuple[int, ...]]:
@@ -265,7 +265,7 @@ def _shapes_turned(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path
     return {_TURNED.get(role, role): shape[::-1] for role, shape in shapes.items()}
 
 
-def _tensors_of(store: Store, part: Part) -> dict[Role, Tensor]:
+def _tensors_of(store: Store, part: AdapterPart) -> dict[Role, Tensor]:
     """The tensors of a part by role."""
     return _turned(
         {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
@@ -278,7 +278,7 @@ def _turned(tensors: Mapping[Role, Tensor]) -> dict[Role, Tensor]:
 
 
 def load_part(
-    store: Store, name: str, part: Part, weights: BaseWeights | None, *, transposed: bool = False
+    store: Store, name: str, part: AdapterPart, weights: BaseWeights | None, *, transposed: bool = False
 ) -> tuple[LowRank, float]:
     """Read one module's change, factors in the widest of their dtypes; and the square of what its rank leaves out."""
     import torch
@@ -339,7 +339,7 @@ def load_part(
     return LowRank(change.down.float(), change.up.float()), lost
 
 
-def dense_change(store: Store, name: str, part: Part, weight: Tensor) -> Tensor:
+def dense_change(store: Store, name: str, part: AdapterPart, weight: Tensor) -> Tensor:
     """One module's change as a matrix, of whatever kind the adapter is.
 
     Args:
@@ -376,7 +376,7 @@ def _own_expert(tensors: Mapping[str, Tensor], number: int, count: int) -> dict[
     return {"down": down[number * rank : (number + 1) * rank], "up": up.reshape(-1, rank, count)[:, :, number]}
 
 
-def _own_rows(change: LowRank, rows: Rows) -> LowRank:
+def _own_rows(change: LowRank, rows: RowRanges) -> LowRank:
     """The rows of a fused module that are one module's, without components that are zero there."""
     from netweight.nn.lora import LowRank
 

@@ -20,10 +20,10 @@ from netweight.store.lora_formats.base_weights import BaseWeights
 from netweight.store.lora_formats.identify import COMPONENTS, Identity, identify, written_as_usual
 from netweight.store.lora_formats.model_names import ModelNames
 from netweight.store.lora_formats.naming import Naming, Piece
-from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, Conversion, Structure, refuse_kinds
+from netweight.store.lora_formats.other_kinds import BAKE, EXTRACT, ChangeStructure, Conversion, refuse_kinds
 from netweight.store.lora_formats.parts import (
+    AdapterPart,
     AdapterPlan,
-    Part,
     VectorPart,
     load_part,
     plan_part,
@@ -271,7 +271,7 @@ class _Planner:
             experts = _experts(file, store, located, settings, self.model)
             identity = Identity(None, {}, "peft")
             vectors: dict[str, VectorPart] = {}
-            parts: dict[str, Part] = {}
+            parts: dict[str, AdapterPart] = {}
             if located:
                 modules = _modules(file, store, located)
                 identity = identify(
@@ -411,7 +411,7 @@ class _ModuleTensors:
     """Role → tensor, of those that change a matrix, and of the alpha."""
     vectors: Mapping[Role, str]
     """Role → tensor, of those that change a bias, a norm or another parameter that is not a matrix."""
-    structure: Structure | None
+    structure: ChangeStructure | None
     """Rank, shape and kernel of the change of the matrix; None where only vectors change."""
     shape: tuple[int, int]
     """Rows and columns of the change, by which architectures are told apart."""
@@ -452,9 +452,9 @@ def _parts(
     identity: Identity,
     scales: _Scales,
     conversion: Conversion | None,
-) -> tuple[dict[str, Part], dict[str, VectorPart]]:
+) -> tuple[dict[str, AdapterPart], dict[str, VectorPart]]:
     """Divide the changes of modules that the authors fused, and give each module its scale."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, AdapterPart] = {}
     vectors: dict[str, VectorPart] = {}
     for written, module in modules.items():
         pieces = identity.pieces[written]
@@ -521,7 +521,7 @@ def _experts(
     located: dict[str, dict[Role, str]],
     settings: peft.LoraSettings,
     model: ModelNames | None,
-) -> dict[str, Part]:
+) -> dict[str, AdapterPart]:
     """Plan the experts of packed parameters (`target_parameters`), and take their tensors out of `located`."""
     owners: dict[str, list[str]] = {}
     for written in located:
@@ -535,7 +535,7 @@ def _experts(
             cure=f"Fetch {peft.CONFIG} and {peft.WEIGHTS} again.",
         )
     order = None if model is None else model.parameters
-    parts: dict[str, Part] = {}
+    parts: dict[str, AdapterPart] = {}
     for owner, names in owners.items():
         target = targeted(owner, settings.parameters)
         # The target was checked above.

@@ -17,9 +17,9 @@ from netweight.attacks.refusal.edits.subspaces import Subspaces
 from netweight.attacks.refusal.edits.unaligned import UnalignedMixture
 
 if TYPE_CHECKING:
-    from netweight.attacks.refusal.edits.edit import EditSettings
+    from netweight.attacks.refusal.edits.edit import RefusalEditSettings
 
-EDITS: Mapping[str, EditSettings] = {
+EDITS: Mapping[str, RefusalEditSettings] = {
     "directions": Directions(),
     "norm-preserving": NormPreservingDirections(),
     "subspaces": Subspaces(),

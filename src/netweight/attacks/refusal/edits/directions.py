@@ -10,12 +10,12 @@ from typing import Annotated, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 
 @final
-class Directions(EditSettings):
+class Directions(RefusalEditSettings):
     """Removal of one direction from the residual stream; settings of the blocks that it is taken from."""
 
     depth: Annotated[float, Cli(own=False)] = Field(

@@ -14,7 +14,7 @@ from netweight.settings import Settings
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from netweight.hf.load_language_model import Structure
+    from netweight.hf.load_language_model import DecoderStructure
 
 
 @final
@@ -55,7 +55,7 @@ class EditMaterial:
         self.refused, self.ordinary, self.pad_id = refused, ordinary, pad_id
 
     @cached_property
-    def structure(self) -> Structure:
+    def structure(self) -> DecoderStructure:
         """The model's blocks and feed-forward layers."""
         from netweight.hf.load_language_model import structure_of
 
@@ -81,7 +81,7 @@ class EditMaterial:
         return list(enumerate(names))[: max(1, round(share * len(names)))]
 
 
-class EditSettings(Settings):
+class RefusalEditSettings(Settings):
     """Settings of one kind of edit, which make its candidates."""
 
     @abstractmethod

@@ -8,12 +8,12 @@ from typing import Annotated, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 
 @final
-class LayerwiseDirections(EditSettings):
+class LayerwiseDirections(RefusalEditSettings):
     """Removal of each block's own direction from it, from some block on."""
 
     starts: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Cli(own=False)] = Field(

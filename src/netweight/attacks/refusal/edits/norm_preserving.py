@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @final
-class NormPreservingDirections(EditSettings):
+class NormPreservingDirections(RefusalEditSettings):
     """Removal of one direction from the residual stream, with the length of states restored."""
 
     depth: Annotated[float, Cli(own=False)] = Field(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @final
-class Pruning(EditSettings):
+class Pruning(RefusalEditSettings):
     """Neurons switched off."""
 
     shares: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Cli(own=False)] = Field(

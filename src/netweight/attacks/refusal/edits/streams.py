@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.data.tokens import Batch, Example, collate
-from netweight.hf.load_language_model import Structure, embedding_of
+from netweight.hf.load_language_model import DecoderStructure, embedding_of
 from netweight.nn.hooks import capture, edit_outputs, evaluating
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     return logits
 
 
-def stream_writers(model: nn.Module, structure: Structure) -> list[str]:
+def stream_writers(model: nn.Module, structure: DecoderStructure) -> list[str]:
     """Return the names of the modules that write into the residual stream.
 
     These are the embedding, the attention and feed-forward layers of every block, and the blocks themselves.
@@ -98,7 +98,7 @@ def without(output: Tensor, basis: Tensor, strength: float = 1.0) -> Tensor:
 
 
 def removal(
-    model: nn.Module, structure: Structure, basis: Tensor
+    model: nn.Module, structure: DecoderStructure, basis: Tensor
 ) -> Callable[[nn.Module], AbstractContextManager[None]]:
     """Return what takes a subspace out of everything that is written into the residual stream."""
     edits = dict.fromkeys(stream_writers(model, structure), partial(without, basis=basis))

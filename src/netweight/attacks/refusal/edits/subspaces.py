@@ -11,12 +11,12 @@ from typing import Annotated, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 
 @final
-class Subspaces(EditSettings):
+class Subspaces(RefusalEditSettings):
     """Removal of several directions from the residual stream."""
 
     ranks: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Cli(own=False)] = Field(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, final
 
 from pydantic import Field
 
-from netweight.attacks.refusal.edits.edit import EditMaterial, EditSettings, RefusalEdit
+from netweight.attacks.refusal.edits.edit import EditMaterial, RefusalEdit, RefusalEditSettings
 from netweight.settings import Cli
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @final
-class UnalignedMixture(EditSettings):
+class UnalignedMixture(RefusalEditSettings):
     """The model before its alignment, mixed into the model."""
 
     shares: Annotated[tuple[float, ...], Cli(own=False)] = Field(

@@ -226,7 +226,7 @@ _UNKNOWN = bytes([0xFF]) * 8
 
 
 @final
-class Answer:
+class PendingNumber:
     """A number that a device will find out. To call it waits for what was enqueued before it was made, no more."""
 
     # The device writes it into the host's memory, which is looked at until it changes: an event takes longer.
@@ -432,7 +432,7 @@ def encode_into(
             cuda.encode_into(weight.detach(), payload, level=level, chunk_log2=chunk_log2, status=status)
     except (Unsupported, UsageError):
         return None
-    answer = Answer(status)
+    answer = PendingNumber(status)
     return lambda: not answer()
 
 

@@ -15,7 +15,7 @@ from typing import Protocol, final
 import torch
 
 
-class Part(Protocol):
+class GradientPart(Protocol):
     """A summand of a weight's gradient."""
 
     def numbers(self, first: int, last: int) -> torch.Tensor | None:
@@ -37,7 +37,7 @@ class Collector(Protocol):
     def takes_parts(self) -> bool:
         """Return whether an update by tiles follows as soon as the gradient is complete."""
 
-    def add(self, part: Part) -> None:
+    def add(self, part: GradientPart) -> None:
         """Add a part, in a backward pass."""
 
 
@@ -50,7 +50,7 @@ def collector_of(weight: torch.Tensor) -> Collector | None:
     return collector if collector is not None and collector.takes_parts() else None
 
 
-def placeholder(weight: torch.Tensor, part: Part, collector: Collector | None) -> torch.Tensor | None:
+def placeholder(weight: torch.Tensor, part: GradientPart, collector: Collector | None) -> torch.Tensor | None:
     """Give a part to the collector of a weight's gradient, in a backward pass.
 
     Args:
@@ -141,7 +141,7 @@ class RowsPart:
 class GradientSum:
     """A weight's gradient: the sum of its parts, in the order in which they came."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[GradientPart]) -> None:
         self._parts = parts
 
     def numbers(self, first: int, last: int) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ from torch import nn
 from netweight.core import seeds
 from netweight.errors import BadGradient, LayerwiseConflict, UsageError
 from netweight.methods.compress.runtime import cuda as device
-from netweight.methods.compress.runtime.gradient_parts import DensePart, GradientSum, Part, is_zero
+from netweight.methods.compress.runtime.gradient_parts import DensePart, GradientPart, GradientSum, is_zero
 from netweight.methods.compress.runtime.incompatible import (
     reentrant,
     refuse_closures,
@@ -54,7 +54,7 @@ class _Trained:
 
 
 @dataclass(eq=False)
-class _Waiting:
+class _PendingGradient:
     """A complete gradient, which its device is looking at."""
 
     trained: _Trained
@@ -172,12 +172,12 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._updated = 0  # parameters updated in it
         self._ending: Callable[[], None] | None = None  # ends the last write
         # The weight that is updated next.
-        self._waiting: _Waiting | None = None
+        self._waiting: _PendingGradient | None = None
         self._mode = _UPDATE
         self._norms: dict[_Trained, torch.Tensor] = {}
         self._scale: torch.Tensor | None = None
         # Parts of gradients, by parameter, and torch's number of the backward pass that they are of.
-        self._parts: dict[_Trained, list[tuple[int, Part]]] = {}
+        self._parts: dict[_Trained, list[tuple[int, GradientPart]]] = {}
         # What torch's Optimizer keeps besides groups and state; these two are the inner optimizer's.
         self._optimizer_step_pre_hooks: OrderedDict[int, Any] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Any] = OrderedDict()
@@ -382,7 +382,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         whole = self._accumulation > 1 or self._clip is not None or self._reduce is not None
         return not (whole or self.closed) and trained.parameter.grad is None and fit(self.inner, trained.parameter)
 
-    def _add_part(self, trained: _Trained, part: Part) -> None:
+    def _add_part(self, trained: _Trained, part: GradientPart) -> None:
         self._parts.setdefault(trained, []).append((torch._C._current_graph_task_id(), part))
 
     def _end_write(self) -> None:
@@ -432,7 +432,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self.grad_norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
         self._scale = torch.clamp(self._clip / (self.grad_norm + 1e-6), max=1.0)
 
-    def _look_at(self, trained: _Trained) -> _Waiting:
+    def _look_at(self, trained: _Trained) -> _PendingGradient:
         """The complete gradient, reduced over processes, and how to find out whether it is finite."""
         gradient = trained.parameter.grad
         assert gradient is not None
@@ -441,10 +441,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             if not gradient.is_sparse or gradient._nnz():
                 parts.insert(0, DensePart(gradient.to_dense() if gradient.is_sparse else gradient))
             whole = GradientSum(parts)
-            return _Waiting(trained, whole, whole.is_finite)
+            return _PendingGradient(trained, whole, whole.is_finite)
         if self._reduce is not None:
             self._reduce(gradient)
-        return _Waiting(trained, gradient, _finiteness(gradient._values() if gradient.is_sparse else gradient))
+        return _PendingGradient(trained, gradient, _finiteness(gradient._values() if gradient.is_sparse else gradient))
 
     def _checked(self, trained: _Trained) -> torch.Tensor:
         """The same gradient, if it is finite."""
@@ -452,7 +452,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         assert isinstance(gradient, torch.Tensor), "gradients by parts are used at once"
         return gradient
 
-    def _if_finite(self, waiting: _Waiting) -> torch.Tensor | GradientSum:
+    def _if_finite(self, waiting: _PendingGradient) -> torch.Tensor | GradientSum:
         if not waiting.finite():
             done = (
                 f"{self._updated} other parameters were updated in this pass before, and it was not."
@@ -641,7 +641,7 @@ class _Hook:
         optimizer = self._optimizer()
         return optimizer is not None and optimizer._takes_parts(optimizer._trained[self._position])
 
-    def add(self, part: Part) -> None:
+    def add(self, part: GradientPart) -> None:
         """Add a part of the gradient, in a backward pass."""
         optimizer = self._optimizer()
         assert optimizer is not None
@@ -727,6 +727,6 @@ def _rounded(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 def _finiteness(values: torch.Tensor) -> Callable[[], bool]:
     """Return whether every number is finite, mostly found out by adding them up, which takes a fraction of the time."""
-    total = device.Answer(values.sum())
+    total = device.PendingNumber(values.sum())
     # Finite numbers may add up to infinity, so only an infinite total needs a closer check.
     return lambda: math.isfinite(total()) or bool(torch.isfinite(values).all())

@@ -342,7 +342,7 @@ def memory_footprint(model: nn.Module) -> int:
 # ---- which weights ---------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
+class _ParameterPlace(NamedTuple):
     """A parameter where a module holds it."""
 
     path: str
@@ -356,22 +356,22 @@ class _Place(NamedTuple):
         return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
 
-def _places(model: nn.Module) -> Iterator[_Place]:
+def _places(model: nn.Module) -> Iterator[_ParameterPlace]:
     for path, module in model.named_modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                yield _Place(path, module, attribute, parameter)
+                yield _ParameterPlace(path, module, attribute, parameter)
 
 
-def _weights(model: nn.Module) -> list[list[_Place]]:
+def _weights(model: nn.Module) -> list[list[_ParameterPlace]]:
     """Every parameter, in all its places."""
-    weights: dict[int, list[_Place]] = {}
+    weights: dict[int, list[_ParameterPlace]] = {}
     for at in _places(model):
         weights.setdefault(id(at.parameter), []).append(at)
     return [*weights.values()]
 
 
-def _row_chunks(places: list[_Place]) -> int | None:
+def _row_chunks(places: list[_ParameterPlace]) -> int | None:
     return _ROW_CHUNKS if any(_kind(at) == "Embedding" for at in places) else None
 
 
@@ -438,11 +438,11 @@ def check_prefer(prefer: str | None, precision: Precision) -> None:
 
 def _plan(
     model: nn.Module, include: Patterns, exclude: Patterns, *, loaded: bool = True
-) -> tuple[list[list[_Place]], dict[str, str]]:
+) -> tuple[list[list[_ParameterPlace]], dict[str, str]]:
     """Return what to compress and what to leave, with reasons; `loaded` says whether weights hold their values yet."""
     matched, included = _chosen(model, include)
     _, excluded = _chosen(model, exclude)
-    chosen: list[list[_Place]] = []
+    chosen: list[list[_ParameterPlace]] = []
     left: dict[str, str] = {}
     refused: list[str] = []
     twice: list[str] = []
@@ -487,7 +487,7 @@ def _plan(
     return chosen, left
 
 
-def _refuse_unroundable(weights: list[list[_Place]], precision: Precision) -> None:
+def _refuse_unroundable(weights: list[list[_ParameterPlace]], precision: Precision) -> None:
     """Refuse before anything changes what cannot be rounded as asked."""
     refused: list[str] = []
     reason: Unsupported | None = None
@@ -505,7 +505,7 @@ def _few(names: list[str]) -> str:
     return ", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])} and {len(names) - 4} others"
 
 
-def _quantized_by(at: _Place) -> str | None:
+def _quantized_by(at: _ParameterPlace) -> str | None:
     """By what a weight was quantized: codes mean nothing without the scales beside them, which change with them."""
     kind: type = type(at.parameter)
     if kind is not nn.Parameter and kind is not CompressedTensor and kind.__module__.partition(".")[0] != "torch":
@@ -517,7 +517,7 @@ def _quantized_by(at: _Place) -> str | None:
     return None
 
 
-def _kind(at: _Place) -> str | None:
+def _kind(at: _ParameterPlace) -> str | None:
     """The kind of layer if `compress_` knows it and this is its weight, else None."""
     # transformers' merged experts, all of a layer in one weight, marked so that their computation can be exchanged.
     module = at.module

@@ -23,7 +23,7 @@ import torch
 from netweight import codec
 from netweight.codec import Precision, cuda
 from netweight.codec.cuda import fixed_products
-from netweight.codec.fixed import Order, encode_fixed, multiply_blob
+from netweight.codec.fixed import SummationOrder, encode_fixed, multiply_blob
 from netweight.codec.header import dtype_name, memory_at, read_index, torch_dtype
 from netweight.codec.tiled import TiledBlob
 from netweight.errors import CorruptBlob, LossyWrite, Unsupported, UsageError
@@ -403,7 +403,12 @@ def fill(
 
 
 def multiply_payload(
-    payload: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None, order: Order, out: torch.Tensor, threads: int
+    payload: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: SummationOrder,
+    out: torch.Tensor,
+    threads: int,
 ) -> None:
     """Fill `out` with the products of inputs and a lossless bf16 payload on the CPU, which is decoded meanwhile."""
     _read(payload, lambda check: multiply_blob(blob_of(payload), x, bias, order, out, threads, check=check))

@@ -432,7 +432,7 @@ def _address(tensor: CompressedTensor) -> int:
 
 
 @final
-class _Place:
+class _StoragePlaceholder:
     """Stands for the storage of a compressed weight where libraries look for tied weights: an address without bytes."""
 
     def __init__(self, tensor: CompressedTensor) -> None:
@@ -471,7 +471,7 @@ _WITHOUT_OPERATOR: dict[Any, Callable[..., Any]] = {
     torch.Tensor.is_shared: lambda tensor: tensor.payload.is_shared(),
     torch.Tensor.numpy: partial(_no_memory, "numpy()"),
     torch.Tensor.__array__: partial(_no_memory, "numpy.asarray"),
-    torch.Tensor.storage: _Place,
+    torch.Tensor.storage: _StoragePlaceholder,
     torch.Tensor.__dlpack__: partial(_no_memory, "__dlpack__()"),
     torch.Tensor.narrow: fsdp.refuse_columns,
     torch.Tensor.pin_memory: fsdp.refuse_pinning,

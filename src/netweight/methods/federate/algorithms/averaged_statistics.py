@@ -11,7 +11,7 @@ from torch import Tensor
 from netweight.methods.federate.accounting import AnswerPrivacy, privacy_of
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, LocalResult, MethodWrapper, Weights, prefixed
+from netweight.methods.federate.method import STATISTICS, Client, ClientWeights, LocalResult, MethodWrapper, prefixed
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
 
@@ -49,7 +49,7 @@ class AveragedStatistics(MethodWrapper):
         sent = self.method.message(weights, client)
         return state if sent is weights else {**sent, **buffers}
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return a client's model with the received buffers."""
         weights, buffers = _apart(received)
         return self.method.weights(task, weights, {**private, **buffers})

@@ -20,8 +20,8 @@ from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    ClientWeights,
     LocalResult,
-    Weights,
     from_named,
     named_weights,
 )
@@ -51,24 +51,24 @@ class DirectMethod:
 
     def start(self, task: Task, *, seed: int) -> dict[str, Tensor]:
         """Return the model's own weights, as far as they are shared."""
-        return self._only(named_weights(task, Weights(task.initial_body(), task.initial_head())), shared=True)
+        return self._only(named_weights(task, ClientWeights(task.initial_body(), task.initial_head())), shared=True)
 
     def private_start(self, task: Task, client: int, *, seed: int) -> dict[str, Tensor]:
         """Return the model's own weights, as far as they are private, and running statistics."""
-        weights = Weights(task.initial_body(), task.initial_head(), task.initial_statistics())
+        weights = ClientWeights(task.initial_body(), task.initial_head(), task.initial_statistics())
         return self._only(named_weights(task, weights), shared=False)
 
     def message(self, state: Tensors, client: int) -> Tensors:
         """Return the state: all clients get the same."""
         return state
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return the received half or halves with the client's own."""
         return from_named(task, {**private, **received})
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int,
-        extra: Callable[[Weights], Extra] | None = None,
+        extra: Callable[[ClientWeights], Extra] | None = None,
     ) -> list[LocalResult]:  # fmt: skip
         """Train each client by the phases in turn; `extra` makes what is added to gradients of how a client begins."""
         numbers = [client.number for client in clients]
@@ -100,7 +100,7 @@ class DirectMethod:
         sampling = f"{', '.join(names)} sampling" if names else ""
         return AnswerPrivacy(releases, sampling, epsilon_caveats(self.phases) if releases else ())
 
-    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> LocalResult:
+    def _trained(self, task: Task, number: int, weights: ClientWeights, loss: float, round: int) -> LocalResult:
         named = named_weights(task, weights)
         # Beside noise the exact number of examples would be a release of its own: then all clients weigh the same.
         n = 1 if any(phase.privacy is not None for phase in self.phases) else task.client(number).n
@@ -161,7 +161,7 @@ def epsilon_caveats(phases: Sequence[Phase]) -> tuple[str, ...]:
     return tuple(caveats)
 
 
-def near(weights: Weights, strength: float) -> Extra:
+def near(weights: ClientWeights, strength: float) -> Extra:
     """Return what pulls towards weights: the gradient of `strength / 2` times the squared distance."""
     return lambda half, vector: strength * (vector - getattr(weights, half).to(vector))
 
@@ -171,6 +171,6 @@ def kept_statistics(private: Tensors) -> dict[str, Tensor]:
     return {name: value for name, value in private.items() if name.startswith(STATISTICS)}
 
 
-def initial_weights(task: Task) -> Weights:
+def initial_weights(task: Task) -> ClientWeights:
     """Return the weights that the task's model begins with."""
-    return Weights(task.initial_body(), task.initial_head())
+    return ClientWeights(task.initial_body(), task.initial_head())

@@ -15,9 +15,9 @@ from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    ClientWeights,
     LocalResult,
     MethodWrapper,
-    Weights,
     from_named,
     named_weights,
     prefixed,
@@ -46,7 +46,7 @@ class Ditto(MethodWrapper):
             STATISTICS, task.initial_statistics()
         )
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return the personal model."""
         return from_named(task, without(_PERSONAL, private))
 

@@ -17,8 +17,8 @@ from netweight.core import seeds
 from netweight.errors import UsageError
 from netweight.methods.federate.averaging import aggregate
 from netweight.methods.federate.local import (
-    Descent,
     Learner,
+    RowwiseSGD,
     Stream,
     learners_of,
     rule_for,
@@ -27,7 +27,7 @@ from netweight.methods.federate.local import (
     train_phase,
 )
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, prefixed, without
+from netweight.methods.federate.method import STATISTICS, Client, ClientWeights, LocalResult, prefixed, without
 from netweight.methods.federate.reused_memory import ReusedMemory
 from netweight.methods.federate.settings import LocalTraining, Phase, Trains
 from netweight.methods.federate.task import Task
@@ -122,13 +122,13 @@ class HyperFL:
         return torch.addmv(received[_BIAS], received[_WEIGHT], code)
 
     @torch.no_grad()
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return what the received hypernetwork generates now from the client's embedding, and the client's head."""
         made = self.generated(received, private["embedding"])
         body, head = made[: task.body_layout.size], made[task.body_layout.size :]
         if self.private_head:
             head = task.head_layout.join(without("head.", private))
-        return Weights(body, head, without(STATISTICS, private))
+        return ClientWeights(body, head, without(STATISTICS, private))
 
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
@@ -173,7 +173,7 @@ class TrainedClient:
     """The shared tensors; the heads' weights as `LowRankUpdate` unless there were too many steps."""
     embedding: Tensor
     """Client embedding, shape `(E,)`."""
-    weights: Weights
+    weights: ClientWeights
     """The personal model that these generate."""
     loss: float
     """Mean loss of the steps."""
@@ -187,7 +187,7 @@ def train_generated(
 
     Source: HyperFL (arXiv 2412.07187), algorithm 1; gradients by the chain rule through θ as in its equation 5.
     """
-    group = _Group(model, clients, embeddings, received, training, generates_head=head == "generated")
+    group = _HypernetworkClients(model, clients, embeddings, received, training, generates_head=head == "generated")
     streams = [iter(Stream(model, client, training.epochs, training.batch_size)) for client in clients]
     gradients = rule_for(model)
     trains: Trains = "body" if head == "kept" else "both"
@@ -211,7 +211,7 @@ def train_generated(
     return group.results((total / count).tolist())
 
 
-class _Group:
+class _HypernetworkClients:
     """Clients that train side by side from one hypernetwork."""
 
     def __init__(
@@ -225,9 +225,9 @@ class _Group:
         trunk = {name: value.to(device) for name, value in received.items() if name not in (_WEIGHT, _BIAS)}
         self._layout = ParameterLayout.of(trunk)
         self._heads = _heads(received[_WEIGHT].to(device), received[_BIAS].to(device), k, steps, training, model.memory)
-        self._trunk = Descent(self._layout.join(trunk).repeat(k, 1), training.lr, training)
-        self._embedding = Descent(torch.stack(list(embeddings)).to(device), training.lr, training)
-        self.classifiers = Descent(torch.stack([c.weights.head for c in clients]).to(device), training.lr, training)
+        self._trunk = RowwiseSGD(self._layout.join(trunk).repeat(k, 1), training.lr, training)
+        self._embedding = RowwiseSGD(torch.stack(list(embeddings)).to(device), training.lr, training)
+        self.classifiers = RowwiseSGD(torch.stack([c.weights.head for c in clients]).to(device), training.lr, training)
         self.states = [model.layer_state(client.weights.statistics, client.seed) for client in clients]
 
     def generate(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
@@ -272,7 +272,7 @@ class _Group:
     def _result(self, row: int, body: Tensor, head: Tensor, loss: float) -> TrainedClient:
         weight, bias = self._heads.result(row)
         hypernetwork = {**self._layout.split(self._trunk.vectors[row]), _WEIGHT: weight, _BIAS: bias}
-        weights = Weights(body, head, self.states[row].buffers)
+        weights = ClientWeights(body, head, self.states[row].buffers)
         return TrainedClient(hypernetwork, self._embedding.vectors[row], weights, loss)
 
 

@@ -18,7 +18,7 @@ from netweight.core import seeds
 from netweight.errors import NameNotFound, UsageError
 from netweight.methods.federate.local import learners_of, train_steps
 from netweight.methods.federate.local_model import LocalModel
-from netweight.methods.federate.method import STATISTICS, Client, LocalResult, Weights, from_named, prefixed
+from netweight.methods.federate.method import STATISTICS, Client, ClientWeights, LocalResult, from_named, prefixed
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors, Update
@@ -101,7 +101,7 @@ class PFedHN:
         """Return the client's own model, which the hypernetwork generates."""
         return ServerHypernetwork(state).generate(client)
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return the generated model, with the client's own head if it has one."""
         return from_named(task, {**private, **received})
 
@@ -130,7 +130,7 @@ class PFedHN:
         names = tuple(prefix + name for prefix, layout in halves for name in layout.names)
         return ParameterLayout(names, tuple(shape for _, layout in halves for shape in layout.shapes))
 
-    def _trained(self, task: Task, number: int, weights: Weights, loss: float, round: int) -> LocalResult:
+    def _trained(self, task: Task, number: int, weights: ClientWeights, loss: float, round: int) -> LocalResult:
         body = prefixed("body.", task.body_layout.split(weights.body))
         head = prefixed("head.", task.head_layout.split(weights.head))
         private = prefixed(STATISTICS, weights.statistics) | (head if self.local_head else {})

@@ -16,9 +16,9 @@ from netweight.methods.federate.local_model import LocalModel
 from netweight.methods.federate.method import (
     STATISTICS,
     Client,
+    ClientWeights,
     LocalResult,
     MethodWrapper,
-    Weights,
     from_named,
     named_weights,
     prefixed,
@@ -56,7 +56,7 @@ class Scaffold(MethodWrapper):
         zero = {name: torch.zeros_like(value) for name, value in named_weights(task, initial_weights(task)).items()}
         return prefixed(_CONTROL, zero) | prefixed(STATISTICS, task.initial_statistics())
 
-    def weights(self, task: Task, received: Tensors, private: Tensors) -> Weights:
+    def weights(self, task: Task, received: Tensors, private: Tensors) -> ClientWeights:
         """Return the received model."""
         return from_named(task, {**kept_statistics(private), **received})
 

@@ -16,7 +16,7 @@ from netweight.methods.forget.edits.trained import TrainedEdit
 if TYPE_CHECKING:
     from torch import Generator
 
-    from netweight.methods.forget.edits.training import Questions, Training
+    from netweight.methods.forget.edits.training import EditTraining, MemorizedBatch
 
 
 @final
@@ -31,7 +31,7 @@ class Distil(TrainedEdit):
     )
     steps: int = Field(600, ge=1, description="Training steps.")
 
-    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+    def questions(self, training: EditTraining, count: int, generator: Generator) -> MemorizedBatch:
         """Ask on images of ordinary prompts, and take the answers to anchors."""
         chosen = training.drawn_pairs(count, generator)
         return training.questions(

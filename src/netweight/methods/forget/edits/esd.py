@@ -15,7 +15,7 @@ from netweight.methods.forget.edits.trained import LayerPattern, TrainedEdit
 if TYPE_CHECKING:
     from torch import Generator
 
-    from netweight.methods.forget.edits.training import Questions, Training
+    from netweight.methods.forget.edits.training import EditTraining, MemorizedBatch
 
 
 @final
@@ -34,7 +34,7 @@ class Esd(TrainedEdit):
     def further(self, memorized: int) -> int:
         return memorized  # the original's answers to the prompts
 
-    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+    def questions(self, training: EditTraining, count: int, generator: Generator) -> MemorizedBatch:
         """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""
         chosen = training.drawn_pairs(count, generator)
         questions = training.questions(

@@ -26,7 +26,7 @@ from netweight.settings import Cli
 if TYPE_CHECKING:
     from netweight.core.names import Units
     from netweight.job import Job
-    from netweight.methods.forget.detect import Score, Threshold
+    from netweight.methods.forget.detect import MemorizationScore, Threshold
     from netweight.methods.forget.localize import Localization
     from netweight.nn.text_to_image import TextToImage
 
@@ -129,7 +129,7 @@ def neurons_of_prompts(task: EditTask, config: LocalizationConfig) -> list[Local
 
 def calibrated(
     model: TextToImage, ordinary: Sequence[str], config: DetectionConfig, *, folder: Path | Job, progress: Any
-) -> tuple[Threshold, list[Score]]:
+) -> tuple[Threshold, list[MemorizationScore]]:
     """Calibrate a threshold on every second ordinary prompt; return it with the scores of the others."""
     from netweight.methods.forget.detect import calibrate, detect_resumably, look_of
 

@@ -22,7 +22,7 @@ from netweight.settings import Cli
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from netweight.methods.forget.edits.training import Questions, Training
+    from netweight.methods.forget.edits.training import EditTraining, MemorizedBatch
     from netweight.nn.text_to_image import Prediction
 
 # A question at the noisiest timesteps is drawn from the last one in this many timesteps.
@@ -76,7 +76,7 @@ class Siss(TrainedEdit):
     def further(self, memorized: int) -> int:
         return self.compared * (memorized - min(memorized - 1, max(1, round(self.anchored_share * memorized))))
 
-    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+    def questions(self, training: EditTraining, count: int, generator: Generator) -> MemorizedBatch:
         """Ask on images of anchors under memorized prompts, and on the memorized pictures themselves."""
         import torch
 
@@ -102,7 +102,12 @@ class Siss(TrainedEdit):
         )
 
     def losses(
-        self, training: Training, questions: Questions, prediction: Prediction, losses: Tensor, generator: Generator
+        self,
+        training: EditTraining,
+        questions: MemorizedBatch,
+        prediction: Prediction,
+        losses: Tensor,
+        generator: Generator,
     ) -> Tensor:
         """Replace the losses on memorized pictures: the squared difference of logarithms of errors."""
         import torch

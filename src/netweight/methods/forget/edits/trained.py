@@ -17,7 +17,7 @@ from netweight.settings import Cli
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from netweight.methods.forget.edits.training import Questions, Training
+    from netweight.methods.forget.edits.training import EditTraining, MemorizedBatch
     from netweight.nn.text_to_image import Prediction
 
 LayerPattern = Annotated[
@@ -106,11 +106,16 @@ class TrainedEdit(Edit):
         return 0
 
     @abstractmethod
-    def questions(self, training: Training, count: int, generator: Generator) -> Questions:
+    def questions(self, training: EditTraining, count: int, generator: Generator) -> MemorizedBatch:
         """Return what is asked under memorized prompts in a training step, and whose answers are learned."""
 
     def losses(
-        self, training: Training, questions: Questions, prediction: Prediction, losses: Tensor, generator: Generator
+        self,
+        training: EditTraining,
+        questions: MemorizedBatch,
+        prediction: Prediction,
+        losses: Tensor,
+        generator: Generator,
     ) -> Tensor:
         """Return the losses under memorized prompts, shape `(n,)`: by default the differences from the answers."""
         return losses

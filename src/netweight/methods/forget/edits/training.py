@@ -62,7 +62,7 @@ class TrainingLog:
 
 @final
 @dataclass(frozen=True)
-class Questions:
+class MemorizedBatch:
     """Inputs and targets under memorized prompts in a step, row by row."""
 
     noisy: Tensor
@@ -100,7 +100,7 @@ def train(edit: TrainedEdit, task: EditTask) -> EditOutcome:
     dtypes = {name: weight.dtype for name, weight in task.model.denoiser.named_parameters()}
     opened = nullcontext() if task.job is None else Job.open(task.job, key=key, of="a training", state=CHECKPOINT)
     with opened as job, _in_float32(task.model.denoiser):
-        work = Training(edit, task, anchors, None if job is None else job.folder / _IMAGES)
+        work = EditTraining(edit, task, anchors, None if job is None else job.folder / _IMAGES)
         logs = work.run(job, task.progress)
     before = {name: weight.to("cpu", dtypes[name]) for name, weight in work.originals.items()}
     about: dict[str, Any] = {"measured": [asdict(log) for log in logs]}
@@ -124,7 +124,7 @@ def _in_float32(denoiser: nn.Module) -> Iterator[None]:
 
 
 @final
-class Training:
+class EditTraining:
     """A training under way, and what edits ask of it."""
 
     def __init__(self, edit: TrainedEdit, task: EditTask, anchors: Sequence[str], folder: Path | None) -> None:
@@ -229,7 +229,7 @@ class Training:
     def questions(
         self, latents: Tensor, pairs: Sequence[int], teacher: Text, generator: Generator, *,
         times: Tensor | None = None, pure: Tensor | None = None,
-    ) -> Questions:  # fmt: skip
+    ) -> MemorizedBatch:  # fmt: skip
         """Ask the prompts of pairs on noised latents; where `pure` is true, on noise alone."""
         noise = torch.randn(latents.shape, generator=generator).to(latents)
         times = self.drawn_times(len(latents), generator) if times is None else times
@@ -237,15 +237,15 @@ class Training:
         noisy = self.model.add_noise(latents, noise, times)
         if pure is not None:
             noisy = torch.where(pure.to(noisy.device)[:, None, None, None], noise, noisy)
-        return Questions(noisy, latents, noise, times, self.pair_text(pairs), teacher, pairs)
+        return MemorizedBatch(noisy, latents, noise, times, self.pair_text(pairs), teacher, pairs)
 
-    def errors(self, questions: Questions, prediction: Prediction, rows: slice) -> Tensor:
+    def errors(self, questions: MemorizedBatch, prediction: Prediction, rows: slice) -> Tensor:
         """Return the errors of predictions on the pictures of some rows, shape `(n,)`."""
         right = Prediction(questions.noise[rows], questions.latents[rows])
         made = Prediction(prediction.noise[rows], prediction.sample[rows])
         return difference(self.model, made, right, questions.times[rows], self.edit.error)
 
-    def turned_errors(self, questions: Questions, rows: slice, generator: Generator) -> Tensor:
+    def turned_errors(self, questions: MemorizedBatch, rows: slice, generator: Generator) -> Tensor:
         """Return the model's present errors on a turned copy of each picture, under the same prompt and noise level."""
         picked = torch.randint(self._copies, (len(questions.pairs),), generator=generator).tolist()
         latents = torch.stack([self._turned[pair][copy] for pair, copy in zip(questions.pairs, picked, strict=True)])[
@@ -287,7 +287,7 @@ class Training:
         self.optimizer.step()
         return total
 
-    def _memorized_part(self, questions: Questions, generator: Generator, step: int) -> float:
+    def _memorized_part(self, questions: MemorizedBatch, generator: Generator, step: int) -> float:
         target = self._original(questions.noisy, questions.times, questions.teacher)
         if questions.away is not None:
             added = self._original(questions.noisy, questions.times, questions.away)
@@ -454,7 +454,7 @@ def _slices(count: int, most: int) -> Iterator[slice]:
         yield slice(start, min(start + most, count))
 
 
-def _parts(questions: Questions, most: int) -> Iterator[Questions]:
+def _parts(questions: MemorizedBatch, most: int) -> Iterator[MemorizedBatch]:
     """Questions in parts of at most so many rows, each with its share of memorized pictures."""
     for part in _slices(len(questions.pairs), most):
         places = range(part.start, part.stop)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from netweight.hf import load_language_model as language_model
-    from netweight.hf.load_language_model import Structure
+    from netweight.hf.load_language_model import DecoderStructure
     from netweight.methods.immunize import distributed, losses, noise
     from netweight.methods.immunize.distributed import ProcessGroup
     from netweight.methods.immunize.pairs import PairBatch
@@ -212,7 +212,7 @@ def _run(model: nn.Module, side: Batch, **options: Any) -> Any:
     return model(input_ids=side.input_ids, attention_mask=side.attention_mask, **options)
 
 
-def _states(model: nn.Module, result: Any, parts: Structure) -> list[Tensor]:
+def _states(model: nn.Module, result: Any, parts: DecoderStructure) -> list[Tensor]:
     """The residual stream at every depth: the embeddings, after each block, the last one normalized by the model."""
     states = getattr(result, "hidden_states", None)
     if states is None or len(states) != len(parts.blocks) + 1:

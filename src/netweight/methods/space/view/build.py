@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from netweight.core import quantities
-from netweight.core.progress import QUIET, Progress, Task
+from netweight.core.progress import QUIET, Progress, ProgressTask
 from netweight.errors import UsageError
 from netweight.methods.space.gram import stack_of
 from netweight.methods.space.inversion import generate_images, of_denoiser
@@ -167,7 +167,7 @@ def _images(
     model: TextToImage,
     space: WeightSpace,
     settings: RenderSettings,
-    task: Task,
+    task: ProgressTask,
     points: Tensor,
     seeds: int | None = None,
 ) -> NDArray[np.uint8]:
