@@ -234,7 +234,7 @@ def test_what_is_wrong_is_named(text, expected):
 def test_yaml_may_merge_mappings():
     text = GOOD.replace("{times: 3}", "{<<: *often, letters: z}").replace("- repeat\n", "- repeat: &often {times: 5}\n")
     recipe = read_recipe(write(text))
-    assert recipe.treatments[1].settings == {
+    assert recipe.treatments[1].values == {
         "times": 5,
         "letters": "z",
         "more": None,
@@ -249,7 +249,7 @@ def test_a_recipe_that_is_not_there():
 
 
 def test_a_verb_is_registered_once():
-    treatment = read_recipe(write(GOOD)).treatments[0].what
+    treatment = read_recipe(write(GOOD)).treatments[0].registration
     with pytest.raises(UsageError, match="registered already"):
         register(treatment)
 
@@ -310,7 +310,7 @@ def test_chapters_at_once_make_the_report_that_they_make_in_turn(here):
     assert read_report("there").chapters == read_report("out").chapters
     (chosen,) = plan.chapters[0].recipe.treatments
     again = pickle.loads(pickle.dumps(chosen))
-    assert (again, again.config.model_fields_set) == (chosen, chosen.config.model_fields_set)
+    assert (again, again.settings.model_fields_set) == (chosen, chosen.settings.model_fields_set)
     assert all(step.from_ledger for step in run(plan, jobs=2))
     at_once[0].path.write_text("other")
     with pytest.raises(CorruptBlob, match="was changed after the run had written it"):

@@ -116,14 +116,14 @@ def _show_plan(
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
     for step, mark, estimate in zip(plan.steps, states, estimates, strict=False):
-        output.line(f"{step.number}. {step.verb}: {_given(step.choice.config)}")
+        output.line(f"{step.number}. {step.verb}: {_given(step.choice.settings)}")
         by_attack = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *by_attack]) or 'none'}")
         _show_known(output, mark, estimate)
         _show_left_out(output, step)
     count = len(plan.steps)
     for attack, mark, estimate in zip(plan.attacks, states[count:], estimates[count:], strict=True):
-        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.choice.config)}")
+        output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.choice.settings)}")
         _show_known(output, mark, estimate)
     size = sum(file.stat().st_size for file in [plan.recipe.subject, *plan.recipe.subject.rglob("*")] if file.is_file())
     output.line(

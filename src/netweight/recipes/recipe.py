@@ -31,31 +31,31 @@ E = TypeVar("E", Method[Any], Attack[Any])
 class Choice(Generic[E]):
     """A treatment or an attack with the settings that a recipe gives it."""
 
-    what: E
+    registration: E
     """The method or attack."""
-    config: Any
+    settings: Any
     """Settings of the method or attack."""
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """The settings by name, as JSON values, in their order."""
-        values: dict[str, Any] = self.config.to_json()
+        values: dict[str, Any] = self.settings.to_json()
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the verb and the settings that were given: what it names is registered in another process, too."""
-        attacks = isinstance(self.what, Attack)
-        work: Any = getattr(self.what, "attack" if attacks else "apply")
+        """Pickle the verb and the given settings: another process looks the verb up among its own registrations."""
+        attacks = isinstance(self.registration, Attack)
+        work: Any = getattr(self.registration, "attack" if attacks else "apply")
         # Only the given settings are kept, because other defaults may depend on them.
-        given = self.config.given
-        return _chosen_again, (self.what.verb, attacks, work.__module__, given)
+        given = self.settings.given
+        return _chosen_again, (self.registration.verb, attacks, work.__module__, given)
 
 
 def _chosen_again(verb: str, attacks: bool, module: str, given: dict[str, Any]) -> Choice[Any]:
     # The import registers what has no entry point.
     importlib.import_module(module)
-    what: Any = (known_attacks() if attacks else known_methods())[verb]
-    return Choice(what, what.settings_class.of(given))
+    registration: Any = (known_attacks() if attacks else known_methods())[verb]
+    return Choice(registration, registration.settings_class.of(given))
 
 
 @final
@@ -311,7 +311,7 @@ def _subject(text: str, problems: list[str]) -> Path:
 
 def _is_there(recipe: Recipe) -> bool:
     """Return whether the subject is a file or folder, or something that the first treatment knows by name."""
-    named = value_of(recipe.treatments[0].what.named) if recipe.treatments else ()
+    named = value_of(recipe.treatments[0].registration.named) if recipe.treatments else ()
     return recipe.subject.exists() or str(recipe.subject) in named
 
 
@@ -341,8 +341,8 @@ def _chain_problems(recipe: Recipe) -> list[str]:
     """Treatments and attacks that cannot follow what is made before them."""
     problems, made = [], None
     entries: list[tuple[str, Method[Any] | Attack[Any]]] = [
-        *((f"treatments.{place}", chosen.what) for place, chosen in enumerate(recipe.treatments)),
-        *((f"attacks.{place}", chosen.what) for place, chosen in enumerate(recipe.attacks)),
+        *((f"treatments.{place}", chosen.registration) for place, chosen in enumerate(recipe.treatments)),
+        *((f"attacks.{place}", chosen.registration) for place, chosen in enumerate(recipe.attacks)),
     ]
     for where, what in entries:
         if made is not None and made not in what.takes:
@@ -361,16 +361,16 @@ def _work_problems(recipe: Recipe) -> list[str]:
     for key, entries in lists:
         for place, chosen in enumerate(entries):
             try:
-                if chosen.what.check is not None:
-                    chosen.what.check(source, chosen.config)
+                if chosen.registration.check is not None:
+                    chosen.registration.check(source, chosen.settings)
             except NetweightError as error:
-                problems.append(f"{key}.{place}.{chosen.what.verb}: {error}")
+                problems.append(f"{key}.{place}.{chosen.registration.verb}: {error}")
             source = None if key == "treatments" else source
     return problems
 
 
 def _audit_problems(recipe: Recipe) -> list[str]:
-    audits = sorted({name for chosen in recipe.treatments for name in chosen.what.runnable})
+    audits = sorted({name for chosen in recipe.treatments for name in chosen.registration.runnable})
     return [
         f"audits: no treatment of this recipe has an audit {name!r}. {nearest(name, audits, 2)}"
         for name in (recipe.audits if recipe.audits != "all" else ())

@@ -54,7 +54,7 @@ class Step:
     @property
     def verb(self) -> str:
         """The treatment's verb."""
-        return self.choice.what.verb
+        return self.choice.registration.verb
 
 
 @final
@@ -70,7 +70,7 @@ class AttackStep:
     @property
     def verb(self) -> str:
         """The attack's verb."""
-        return self.choice.what.verb
+        return self.choice.registration.verb
 
 
 @final
@@ -110,16 +110,18 @@ class Plan:
     @classmethod
     def of(cls, recipe: Recipe) -> Plan:
         """Plan a recipe; nothing is read or written."""
-        verbs = {chosen.what.verb for chosen in recipe.attacks}
+        verbs = {chosen.registration.verb for chosen in recipe.attacks}
         steps = []
         for number, chosen in enumerate(recipe.treatments, start=1):
-            held = tuple(name for name in chosen.what.audits if chosen.what.by_attack.get(name) in verbs)
+            held = tuple(
+                name for name in chosen.registration.audits if chosen.registration.by_attack.get(name) in verbs
+            )
             ran = tuple(
                 name
-                for name in chosen.what.runnable
+                for name in chosen.registration.runnable
                 if name not in held and (recipe.audits == "all" or name in recipe.audits)
             )
-            left_out = tuple(name for name in chosen.what.audits if name not in (*ran, *held))
+            left_out = tuple(name for name in chosen.registration.audits if name not in (*ran, *held))
             steps.append(Step(number, chosen, ran, left_out, held))
         attacks = enumerate(recipe.attacks, start=len(steps) + 1)
         return cls(
@@ -155,7 +157,7 @@ class Plan:
         if states:
             marks = [each.to_json() for each in self.states(progress=progress)]
         attacks = [
-            {"attack": step.verb, "settings": step.choice.settings, **mark}
+            {"attack": step.verb, "settings": step.choice.values, **mark}
             for step, mark in zip(self.attacks, marks[count:], strict=True)
         ]
         return {
@@ -165,7 +167,7 @@ class Plan:
             "steps": [
                 {
                     "treatment": step.verb,
-                    "settings": step.choice.settings,
+                    "settings": step.choice.values,
                     "audits": list(step.audits),
                     "left_out": list(step.left_out),
                     **mark,
@@ -181,11 +183,14 @@ def keys_of(plan: Plan, progress: Progress) -> tuple[str, list[Key]]:
     made = subject = digest_of(plan.recipe.subject, progress)
     keys: list[Key] = []
     for step in plan.steps:
-        settings = {**step.choice.settings, **_contents(step.choice.config, step.choice.what.reads, progress)}
+        settings = {**step.choice.values, **_contents(step.choice.settings, step.choice.registration.reads, progress)}
         keys.append({"input": made, "treatment": step.verb, "settings": settings})
         made = digest_config(keys[-1])
     for attack in plan.attacks:
-        settings = {**attack.choice.settings, **_contents(attack.choice.config, attack.choice.what.reads, progress)}
+        settings = {
+            **attack.choice.values,
+            **_contents(attack.choice.settings, attack.choice.registration.reads, progress),
+        }
         about = {"subject": subject, "input": made, "attack": attack.verb, "seed": plan.recipe.seed}
         keys.append({**about, "settings": settings})
     return subject, keys
@@ -474,7 +479,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             if attacked is None:
                 began = time.monotonic()
                 with work_account() as account:
-                    attacked = attack.choice.what.on(target, attack.choice.config, progress).sections
+                    attacked = attack.choice.registration.on(target, attack.choice.settings, progress).sections
                 continued = _continued([], account)
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began}
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
@@ -500,7 +505,7 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
     began = time.monotonic()
     # If the process was killed between the two, the path exists without a record.
     if not path.exists():
-        step.choice.what.apply(source, path, step.choice.config, progress)
+        step.choice.registration.apply(source, path, step.choice.settings, progress)
     row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source)}
     job.record(LEDGER, {**row, "result": digest_of(path, progress)}, key=key)
     return False
@@ -514,7 +519,7 @@ def _audit(
     section = section_of(job, about)
     remembered = section is not None
     if section is None:
-        subject, config = step.choice.what.examine(name, path, source, step.choice.config, progress)
+        subject, config = step.choice.registration.examine(name, path, source, step.choice.settings, progress)
         section = run_audits(
             step.verb, subject, config, seed=plan.recipe.seed, progress=progress, only=[name]
         )[name]  # fmt: skip
