@@ -8,7 +8,7 @@ _FOLDER = "netweight.attacks.gradient_inversion.attack_files"
 
 GRADIENT_INVERSION: Attack[Any] = Attack(
     "gradient-inversion",
-    lazy("netweight.attacks.gradient_inversion.settings:InversionSettings"),
+    lazy("netweight.attacks.gradient_inversion.settings:GradientInversionSettings"),
     attack=lazy(f"{_FOLDER}:attack"),
     title="Gradient inversion",
     summary="Reconstruct private images from the update that a client sent.",
