@@ -513,7 +513,7 @@ def _lines(kind: type[Settings], error: pydantic.ValidationError, where: str = "
     lines = []
     for problem in error.errors(include_url=False):
         location, context = problem["loc"], problem.get("ctx", {})
-        place = where + _place(kind, location)
+        place = where + _field_path(kind, location)
         value = str(problem["input"]) if isinstance(problem["input"], Path) else problem["input"]
         if problem["type"] == "variant":
             inner = where + "".join(f"{part}." for part in location[:-1])
@@ -538,7 +538,7 @@ def _short(context: Mapping[str, Any]) -> dict[str, str]:
     return {side: f"{bound:g}" for side, bound in context.items() if isinstance(bound, float)}
 
 
-def _place(kind: Any, location: Sequence[Any]) -> str:
+def _field_path(kind: Any, location: Sequence[Any]) -> str:
     """A field's place, without pydantic's names for the members of a union."""
     parts = []
     for part in location:

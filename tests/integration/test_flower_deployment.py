@@ -71,7 +71,7 @@ class WithoutTheThird:
         trained = self.run.method.train(self.run.task, model, there, round=trial.round, seed=self.run.seed)
         return [one.update for one in trained]
 
-    def settle(self, done) -> None:
+    def finish_round(self, done) -> None:
         pass
 
 

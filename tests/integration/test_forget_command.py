@@ -81,8 +81,8 @@ def test_detection_calibrates_and_tells_apart(folder, tmp_path):
 def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path):
     run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--ordinary", folder / "ordinary.txt",
         "--seeds", 3, "--steps", 5, "--out", tmp_path)  # fmt: skip
-    look = json.loads((tmp_path / "threshold.json").read_text())["look"]
-    assert look == {"timing": "paper", "steps": 5, "seeds": [0, 1, 2], "guidance": 1.0, "window": 7, "scales": 1}
+    detection = json.loads((tmp_path / "threshold.json").read_text())["detection"]
+    assert detection == {"timing": "paper", "steps": 5, "seeds": [0, 1, 2], "guidance": 1.0, "window": 7, "scales": 1}
 
     def refused(*more):
         done = run("localize", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--statistics",
@@ -100,7 +100,7 @@ def test_a_threshold_holds_for_the_look_it_was_calibrated_with(folder, tmp_path)
     assert "in another way: seeds" in again["error"]["message"]
     kept = run("detect", folder / "pipeline", "--prompts", folder / "ordinary.txt", "--threshold",
                tmp_path / "threshold.json", "--seeds", 3, "--steps", 5, "--out", tmp_path)  # fmt: skip
-    assert kept["threshold"]["look"] == look
+    assert kept["threshold"]["detection"] == detection
 
 
 def test_what_is_localized_applied_and_undone(folder, tmp_path):

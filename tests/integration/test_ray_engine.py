@@ -119,8 +119,8 @@ def test_a_basis_is_fitted_over_shards(cluster, tmp_path):
     numpy.save(tmp_path / "rows.npy", values)
     shards = [MatrixShard(str(tmp_path / "rows.npy"), 0, 25), MatrixShard(str(tmp_path / "rows.npy"), 25)]
     with ray_cluster() as engine:
-        found = fit_shards(shards, 3, most=1, folder=tmp_path / "kept", engine=engine)
-    alone = fit_streaming(MatrixFile(tmp_path / "rows.npy"), 3, most=1)
+        found = fit_shards(shards, 3, most_passes=1, folder=tmp_path / "kept", engine=engine)
+    alone = fit_streaming(MatrixFile(tmp_path / "rows.npy"), 3, most_passes=1)
     torch.testing.assert_close(found.scores, alone.scores, rtol=1e-3, atol=1e-3)
 
 

@@ -86,7 +86,7 @@ def test_the_exact_fit_is_the_singular_value_decomposition(stored, standardize):
 def test_streaming_finds_what_the_exact_fit_finds(stored, standardize):
     values = rows_of(400, 90)
     exact = fit_matrix(stored(values), 6, standardize=standardize, solver="dual")
-    fit = fit_streaming(stored(values), 6, standardize=standardize, most=30, tolerance=1e-9)
+    fit = fit_streaming(stored(values), 6, standardize=standardize, most_passes=30, tolerance=1e-9)
     assert fit.solver == "streaming"
     cosines = torch.linalg.svdvals(fit.basis.components @ exact.basis.components.T)
     assert float(cosines.min()) > 1 - 1e-4
@@ -95,7 +95,7 @@ def test_streaming_finds_what_the_exact_fit_finds(stored, standardize):
     assert all(later >= earlier - 1e-6 for earlier, later in zip(fit.passes, fit.passes[1:], strict=False))
     torch.testing.assert_close(fit.basis.project(values)[0], fit.scores, rtol=1e-3, atol=1e-3)
     assert orthonormality(fit.basis.components) < 1e-5
-    few = fit_streaming(stored(values), 6, standardize=standardize, most=2)
+    few = fit_streaming(stored(values), 6, standardize=standardize, most_passes=2)
     assert 0.97 < few.captured / exact.captured < 1 + 1e-5
 
 

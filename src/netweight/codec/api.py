@@ -535,10 +535,10 @@ class ChunkEncoder:
 
     def encode(self, data: Any, base: Any = None) -> bytes:
         """The next chunk: of the next `chunk_bytes` bytes, or those that are left, and the same bytes of the base."""
-        return self.take(self.prepare(data, base))
+        return self.finish(self.prepare(data, base))
 
     def prepare(self, data: Any, base: Any = None) -> tuple[int, Any]:
-        """Encode a chunk on any thread, for `take`; arguments and errors as `encode`."""
+        """Encode a chunk on any thread, for `finish`; arguments and errors as `encode`."""
         source = bytes_of(data)
         if (base is not None) != self._writer.has_base:
             raise UsageError("The chunk's base is missing, or the tensor has none.")
@@ -548,7 +548,7 @@ class ChunkEncoder:
                 source, name, self._writer.level, self._path, other
             )
 
-    def take(self, prepared: tuple[int, Any]) -> bytes:
+    def finish(self, prepared: tuple[int, Any]) -> bytes:
         """The next chunk, of what `prepare` returned for it."""
         expected = min(self.chunk_bytes, self.nbytes - len(self._writer.lengths) * self.chunk_bytes)
         if prepared[0] != expected or not expected:

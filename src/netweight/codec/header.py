@@ -228,7 +228,7 @@ class ByteReader:
         self.data = data
         self.at = 0
 
-    def take(self, size: int, what: str) -> Bytes:
+    def read(self, size: int, what: str) -> Bytes:
         """The next `size` bytes; `what` names them in the error."""
         if size > len(self.data) - self.at:
             raise corrupt(f"the data ends inside {what}")
@@ -237,7 +237,7 @@ class ByteReader:
 
     def number(self, size: int, what: str) -> int:
         """The next `size` bytes as an unsigned number."""
-        return int.from_bytes(self.take(size, what).tobytes(), "little")
+        return int.from_bytes(self.read(size, what).tobytes(), "little")
 
     def varint(self) -> int:
         """A number of the header: seven bits a byte, least significant first; the last byte is below 128."""
@@ -279,7 +279,7 @@ def take_fixed(reader: ByteReader) -> bytes:
     """The part of a header that has one length in all blobs."""
     if len(reader.data) < FIXED_HEADER:
         raise corrupt(f"it is shorter than a header ({len(reader.data)} bytes)")
-    return reader.take(FIXED_HEADER, "the header").tobytes()
+    return reader.read(FIXED_HEADER, "the header").tobytes()
 
 
 def refuse_inflated(nbytes: int, stored: int) -> None:
@@ -367,8 +367,8 @@ def read_header(blob: Any, *, size: int | None = None) -> BlobHeader:
     size = len(reader.data) if size is None else size
     fixed, element, shape, nbytes, base_digest, chunks = _read_start(reader, size)
     flags = fixed[5]
-    lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
-    checks = reader.take(8 * chunks, "the index of chunks").view("<u8").tolist()
+    lengths = reader.read(4 * chunks, "the index of chunks").view("<u4")
+    checks = reader.read(8 * chunks, "the index of chunks").view("<u8").tolist()
     check_header(fixed, reader)
     if digest_of_checks(checks) != fixed[8:24]:
         raise corrupt("the header's digest does not fit its checks")
@@ -385,8 +385,8 @@ def read_index(blob: Any) -> Index:
     """The index of a blob that was just encoded here, which is not checked again."""
     reader = ByteReader(as_bytes(blob))
     fixed, *_, chunks = _read_start(reader, len(reader.data))
-    lengths = reader.take(4 * chunks, "the index of chunks").view("<u4")
-    checks = reader.take(8 * chunks, "the index of chunks").view("<u8")
+    lengths = reader.read(4 * chunks, "the index of chunks").view("<u4")
+    checks = reader.read(8 * chunks, "the index of chunks").view("<u8")
     return Index(lengths, checks, bool(fixed[5] & HAS_CPU_MODES), reader.at)
 
 
@@ -417,7 +417,7 @@ def _read_start(reader: ByteReader, size: int) -> tuple[bytes, ElementType, tupl
         raise corrupt("the header states an impossible number of dimensions")
     shape = tuple(reader.varint() for _ in range(dimensions))
     nbytes = tensor_bytes(element, shape)
-    base_digest = reader.take(16, "the header").tobytes() if level & HAS_BASE else b""
+    base_digest = reader.read(16, "the header").tobytes() if level & HAS_BASE else b""
     chunks = -(-nbytes // element.number_bytes >> chunk_log2)
     if chunks > (size - reader.at) // 12:
         raise corrupt("the data ends inside the index of chunks")

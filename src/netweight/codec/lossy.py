@@ -289,7 +289,7 @@ def read_header(blob: Any) -> LossyHeader:
         raise Unsupported("its element type or arithmetic is not known to this release")
     if dimensions > 64:
         raise corrupt("the header states an impossible number of dimensions")
-    (worst,) = struct.unpack("<d", reader.take(8, "the header").tobytes())
+    (worst,) = struct.unpack("<d", reader.read(8, "the header").tobytes())
     shape = tuple(reader.varint() for _ in range(dimensions))
     block_size, *sizes = (reader.varint() for _ in range(5))
     check_header(fixed, reader)
@@ -301,7 +301,7 @@ def read_header(blob: Any) -> LossyHeader:
     if sum(sizes) != left:
         raise corrupt(f"it has {left} bytes of sections where they add up to {sum(sizes)}")
     words_start = reader.at
-    words, *others = (reader.take(size, "a section") for size in sizes)
+    words, *others = (reader.read(size, "a section") for size in sizes)
     normalizers, gaps, kept = (section if len(section) else None for section in others)
     if (normalizers is None) != (rounding.block_size is None or count == 0) or (gaps is None) != (kept is None):
         raise corrupt("a section is missing or too many")

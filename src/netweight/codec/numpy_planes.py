@@ -110,7 +110,7 @@ def read_chunk(reader: ByteReader, element: ElementType, count: int, cpu_modes: 
 
 def _write_body(data: Bytes, element: ElementType, level: int) -> tuple[bytes, bool]:
     """Planes, or what is left of wider numbers when their likeliest value is split off."""
-    planes = _planes(data, element, level, NESTING, inner=False)
+    planes = _planes(data, element, level, NESTING, nested=False)
     chunk, cpu_modes = b"".join(planes), any(plane[0] > WIDE_RANS for plane in planes)
     if element.number_bytes < 4:
         return chunk, cpu_modes
@@ -120,7 +120,7 @@ def _write_body(data: Bytes, element: ElementType, level: int) -> tuple[bytes, b
         return chunk, cpu_modes
 
     def write_rest(rest: Integers) -> bytes:
-        return b"".join(_planes(rest.view(np.uint8), element, level, NESTING - 1, inner=True))
+        return b"".join(_planes(rest.view(np.uint8), element, level, NESTING - 1, nested=True))
 
     trial = bytes((SPARSE_CHUNK,)) + _sparse(numbers, probe.value, level, NESTING, write_rest)
     return (trial, True) if len(trial) < len(chunk) else (chunk, cpu_modes)
@@ -169,7 +169,7 @@ def _write_runs(data: Bytes, level: int) -> bytes:
 
 
 def _read_runs(reader: ByteReader, count: int) -> Bytes:
-    values, size = reader.take(2, "runs"), reader.number(3, "runs")
+    values, size = reader.read(2, "runs"), reader.number(3, "runs")
     if not 0 < 4 * size <= count:
         raise corrupt("a chunk has an impossible number of runs")
     lengths = read_chunk(reader, _PAIRS, size, True, None).view("<u2").astype(np.int64)
@@ -204,7 +204,7 @@ def _folded_steps(numbers: Integers, base: Integers, element: ElementType) -> In
 
 
 def _step_planes(steps: Integers, element: ElementType, level: int) -> bytes:
-    return b"".join(_planes(steps.view(np.uint8), _unsigned(element), level, NESTING, inner=True))
+    return b"".join(_planes(steps.view(np.uint8), _unsigned(element), level, NESTING, nested=True))
 
 
 def _add_steps(steps: Bytes, base: Bytes, element: ElementType) -> Bytes:
@@ -231,7 +231,7 @@ def _write_classes(steps: Integers, base: Integers, element: ElementType, level:
 
 
 def _read_classes(reader: ByteReader, base: Integers, element: ElementType) -> Bytes:
-    thresholds = np.asarray(reader.take(_CLASSES - 1, "thresholds of classes"))
+    thresholds = np.asarray(reader.read(_CLASSES - 1, "thresholds of classes"))
     if (thresholds[1:] < thresholds[:-1]).any():
         raise corrupt("thresholds of classes do not ascend")
     which = np.searchsorted(thresholds, _magnitudes(base), "right")
@@ -248,16 +248,16 @@ def _read_classes(reader: ByteReader, base: Integers, element: ElementType) -> B
 
 def write_planes(data: Bytes, element: ElementType, level: int, nesting: int) -> bytes:
     """Numbers taken apart into planes."""
-    return b"".join(_planes(data, element, level, nesting, inner=False))
+    return b"".join(_planes(data, element, level, nesting, nested=False))
 
 
-def _planes(data: Bytes, element: ElementType, level: int, nesting: int, *, inner: bool) -> list[bytes]:
+def _planes(data: Bytes, element: ElementType, level: int, nesting: int, *, nested: bool) -> list[bytes]:
     numbers = data.reshape(-1, element.number_bytes)
     head = np.ascontiguousarray(numbers[:, element.tails :]).reshape(-1)
-    planes = [write_plane(replace(PlaneStatistics.head(element), inner=inner), head, level, nesting)]
+    planes = [write_plane(replace(PlaneStatistics.head(element), nested=nested), head, level, nesting)]
     for tail in reversed(range(element.tails)):
         column = np.ascontiguousarray(numbers[:, tail])
-        planes.append(write_plane(PlaneStatistics(1, tail=True, inner=inner), column, level, nesting))
+        planes.append(write_plane(PlaneStatistics(1, low_byte=True, nested=nested), column, level, nesting))
     return planes
 
 
@@ -277,12 +277,12 @@ def write_plane(plane: PlaneStatistics, data: Bytes, level: int, nesting: int) -
     if len(elements) > 1 and (elements == elements[0]).all():
         return bytes((CONSTANT,)) + data[: plane.width].tobytes()
     if nesting <= 0 or len(elements) < 32:
-        return _dense(plane, elements, level, plane.inner)
+        return _dense(plane, elements, level, plane.nested)
     probe = Probe.of(elements)
     floats = plane.fractions is not None
     signs = elements >> (8 * plane.width - 1)
     plane = replace(plane, one_sign=floats and bool((signs == signs[0]).all()))
-    skewed = plane.inner or not floats or probe.often or probe.few(plane.width)
+    skewed = plane.nested or not floats or probe.often or probe.few(plane.width)
     small, finer = len(elements) < 1 << 16, (2,) if level == HIGH else (2, 3) if level == MAX else ()
     joints: list[bytes] = []
     if floats and plane.width == 2 and not plane.one_sign and (level == MAX or small or not skewed):
@@ -290,7 +290,7 @@ def write_plane(plane: PlaneStatistics, data: Bytes, level: int, nesting: int) -
     if joints and level == HIGH and not small:
         return joints[0]
     dense = min((_dense(plane, elements, level, skewed), *joints), key=len)
-    if plane.tail and not plane.inner and len(elements) >= SMALLEST and dense[0] == RAW:
+    if plane.low_byte and not plane.nested and len(elements) >= SMALLEST and dense[0] == RAW:
         return dense  # the usual tail is noise
     trial = _skewed(plane, probe, elements, level, nesting) if skewed else None
     return dense if trial is None or 200 * len(trial) > 199 * len(dense) else trial
@@ -305,10 +305,10 @@ def _dense(plane: PlaneStatistics, elements: Integers, level: int, skewed: bool)
         widths = _packed_widths(elements)
         packed = 1 + -(-len(widths) // 2) + 8 * int(widths.sum())
     if len(data) < SMALLEST:
-        return _packed(elements, widths) if plane.inner and plane.width == 1 and packed < len(data) else raw
+        return _packed(elements, widths) if plane.nested and plane.width == 1 and packed < len(data) else raw
     worthwhile = (len(data) * 8 * COST) // 200 * 199  # half a percent at least
-    sample = 1 if plane.inner or count < 1 << 16 else sampling(level)
-    streams = 1 if count < 1 << (17 if plane.inner else 14) else 2 if count < 1 << 18 else 4
+    sample = 1 if plane.nested or count < 1 << 16 else sampling(level)
+    streams = 1 if count < 1 << (17 if plane.nested else 14) else 2 if count < 1 << 18 else 4
     least = _LEAST_PER_STREAM * 8 * COST if skewed else 0
     while True:
         choice = choose(plane, elements, level, sample, skewed)
@@ -339,7 +339,7 @@ def read_plane(reader: ByteReader, width: int, count: int, nesting: int) -> Inte
     if mode >= PALETTE and width == 1:
         raise corrupt("a plane of one-byte elements has a mode of two-byte ones")
     if mode == RAW:
-        return reader.take(count * width, "a raw plane").view(kind)
+        return reader.read(count * width, "a raw plane").view(kind)
     if mode == CONSTANT:
         return np.full(count, reader.number(width, "a constant plane"), kind)
     if mode == PACKED:
@@ -353,7 +353,7 @@ def read_plane(reader: ByteReader, width: int, count: int, nesting: int) -> Inte
     if mode == SPARSE:
         return _read_sparse(reader, kind, count, nesting, lambda left: read_plane(reader, width, left, nesting - 1))
     if mode == PALETTE:
-        values = reader.take(2 * (reader.number(1, "a palette") + 1), "a palette").view("<u2")
+        values = reader.read(2 * (reader.number(1, "a palette") + 1), "a palette").view("<u2")
         index = read_plane(reader, 1, count, nesting - 1)
         if index.max() >= len(values):
             raise corrupt("a palette lacks a value")
@@ -413,20 +413,20 @@ class Probe:
 def _skewed(plane: PlaneStatistics, probe: Probe, elements: Integers, level: int, nesting: int) -> bytes | None:
     """A plane of skewed data in the mode that suits it; None when none does."""
     # The bytes of what a sparse plane left may have a likeliest value of their own, which may be split off.
-    part = PlaneStatistics(1, inner=True)
+    part = PlaneStatistics(1, nested=True)
     if plane.width == 2 and probe.few(2):
         values, index = np.unique(elements, return_inverse=True)
         if len(values) <= 256:
             head = bytes((PALETTE, len(values) - 1)) + values.astype("<u2").tobytes()
             return head + write_plane(part, index.reshape(-1).astype(np.uint8), level, nesting - 1)
     if probe.often and not plane.split_off:
-        left = replace(plane, inner=True, split_off=True)
+        left = replace(plane, nested=True, split_off=True)
 
         def write_rest(rest: Integers) -> bytes:
             return write_plane(left, rest.view(np.uint8), level, nesting - 1)
 
         return bytes((SPARSE,)) + _sparse(elements, probe.value, level, nesting, write_rest)
-    if plane.width == 1 or ((plane.tail or plane.fractions is not None) and not probe.few(2)):
+    if plane.width == 1 or ((plane.low_byte or plane.fractions is not None) and not probe.few(2)):
         return None
     high, low = (elements >> 8).astype(np.uint8), elements.astype(np.uint8)
     return bytes((HALVES,)) + b"".join(write_plane(part, half, level, nesting - 1) for half in (high, low))
@@ -439,7 +439,7 @@ def _sparse(numbers: Integers, value: int, level: int, nesting: int, write_rest:
     bits.reshape(-1)[: len(numbers)] = differs
     nibbles = (bits << np.arange(4, 8, dtype=np.uint8)).sum(axis=1, dtype=np.uint8)
     rest = np.ascontiguousarray(numbers[differs])
-    head = little(value, numbers.itemsize) + write_plane(PlaneStatistics(1, inner=True), nibbles, level, nesting - 1)
+    head = little(value, numbers.itemsize) + write_plane(PlaneStatistics(1, nested=True), nibbles, level, nesting - 1)
     return head + (write_rest(rest) if len(rest) else b"")
 
 
@@ -571,7 +571,7 @@ def _read_joint(reader: ByteReader, count: int, nesting: int) -> Integers:
     before_coarse, listed = symbols + values, symbols + values + coarse
     if listed > _MOST_NUMBERS:
         raise corrupt(f"{what} lists too many symbols and values")
-    words = reader.take(2 * listed, what).view("<u2").astype(np.int64)
+    words = reader.read(2 * listed, what).view("<u2").astype(np.int64)
     for part, own in ((words[:symbols], split), (words[before_coarse:], coarse_split)):
         if (part >> own.symbol_bits).any():
             raise corrupt(f"{what} lists a symbol that cannot be")
@@ -580,7 +580,7 @@ def _read_joint(reader: ByteReader, count: int, nesting: int) -> Integers:
     if fields > count or more_fields > count:
         raise corrupt(f"{what} has more raw bits than elements")
     raw, more = (
-        unpack(reader.take(-(-some // 64) * 8 * bits, "raw bits").reshape(-1, 8 * bits), bits).reshape(-1)[:some]
+        unpack(reader.read(-(-some // 64) * 8 * bits, "raw bits").reshape(-1, 8 * bits), bits).reshape(-1)[:some]
         for some, bits in ((fields, split.raw_bits), (more_fields, more_bits))
     )
     numbers = read_plane(reader, 1, count, nesting - 1)
@@ -627,11 +627,11 @@ def _packed(elements: Bytes, widths: Counts) -> bytes:
 
 def _read_packed(reader: ByteReader, count: int) -> Bytes:
     blocks = -(-count // 64)
-    pairs = reader.take(-(-blocks // 2), "packed widths")
+    pairs = reader.read(-(-blocks // 2), "packed widths")
     widths = np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1)[:blocks].astype(np.int64)
     if widths.max(initial=0) > 8:
         raise corrupt("a packed block is wider than a byte")
-    fields = reader.take(8 * int(widths.sum()), "a packed block")
+    fields = reader.read(8 * int(widths.sum()), "a packed block")
     elements = np.zeros((blocks, 64), np.uint8)
     for width, here, places in _of_width(widths):
         elements[here] = unpack(fields[places], width) << (8 - width)

@@ -58,7 +58,7 @@ def _by_element(choice: CoderChoice, symbols: Integers) -> tuple[Counts, Counts,
     frequency[choice.symbols] = choice.frequencies
     start[choice.symbols] = np.cumsum(choice.frequencies) - choice.frequencies
     rare = frequency[symbols] == 0
-    coded = np.where(rare, choice.host, symbols)
+    coded = np.where(rare, choice.substitute, symbols)
     return frequency[coded], start[coded], rare
 
 
@@ -93,7 +93,7 @@ def write_rans(choice: CoderChoice, elements: Integers, streams: int) -> bytes |
     split, count = choice.split, len(elements)
     # Row r of stream g contains the elements from 64 * (r * streams + g) on.
     rows = -(-count // (64 * streams))
-    padded = np.full(rows * streams * 64, choice.host << split.symbol_shift, np.int64)
+    padded = np.full(rows * streams * 64, choice.substitute << split.symbol_shift, np.int64)
     padded[:count] = elements
     lanes = padded.reshape(rows, streams, 64)[:, :, LANE_ORDER[split.width]]
     symbols = split.symbols(lanes)
@@ -133,12 +133,12 @@ def write_rans(choice: CoderChoice, elements: Integers, streams: int) -> bytes |
     rare_symbols = _rare_symbols(patches)
     words = [_patch_words(p, rare_symbols) for p in patches]
     bodies = [given[:, g][gives[:, g]].tobytes() for g in range(streams)]
-    entries = sorted(zip(choice.symbols, choice.frequencies, choice.second, strict=True))
+    entries = sorted(zip(choice.symbols, choice.frequencies, choice.second_class, strict=True))
     out = b"".join(
         (
             bytes((choice.mode, split.byte, streams)),
             _symbol_runs([entry[0] for entry in entries], 1),
-            bytes(frequency | second << 7 for _, frequency, second in entries),
+            bytes(frequency | second_class << 7 for _, frequency, second_class in entries),
             *(little(len(body), 3) + little(len(w) // 2, 3) for body, w in zip(bodies, words, strict=True)),
             np.stack([state & 255, state >> 8], axis=1).astype(np.uint8).tobytes(),
             low[:-2].tobytes(),
@@ -164,7 +164,7 @@ def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
     # to class 0 first, then to 1.
     what = "a frequency table"
     symbols = _read_symbols(reader, what, 1, 63, split.symbol_bits)
-    entries = reader.take(len(symbols), what).tolist()
+    entries = reader.read(len(symbols), what).tolist()
     order = list(range(len(symbols))) if steep else sorted(range(len(symbols)), key=lambda i: entries[i] >> 7)
     frequencies = [entries[i] & (255 if steep else 127) for i in order]
     if 0 in frequencies or sum(frequencies) != 256:
@@ -172,7 +172,7 @@ def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
     slots_of = Slots.of([symbols[i] for i in order], frequencies)
 
     sizes = [(reader.number(3, "a plane's header"), reader.number(3, "a plane's header")) for _ in range(streams)]
-    halves = reader.take(128 * streams, "a plane's states").reshape(streams, 2, 64).astype(np.int64)
+    halves = reader.read(128 * streams, "a plane's states").reshape(streams, 2, 64).astype(np.int64)
     state = halves[:, 0] | halves[:, 1] << 8  # 64 low bytes, then 64 high bytes
     if (state < 256).any():
         raise corrupt("a plane's states are out of range")
@@ -181,12 +181,12 @@ def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
     low_row, rest_row = 8 * low_bits, 8 * (split.raw_bits - low_bits)
     folded = min(low_row, 64 - low_row) if rows > 1 else 0
     whole_rows = max(rows - 2, 0) * streams * low_row
-    raw_low = reader.take((low_row * (rows - 1) - folded) * streams, "raw bits")
-    raw_rest = reader.take(rest_row * rows * streams, "raw bits")
+    raw_low = reader.read((low_row * (rows - 1) - folded) * streams, "raw bits")
+    raw_rest = reader.read(rest_row * rows * streams, "raw bits")
 
     # A step of every lane for each row: a state's low byte is a slot; below 256 it takes in a byte, low lanes first.
     at = np.cumsum([0, *(length for length, _ in sizes)])
-    body = np.append(reader.take(int(at[-1]), "an entropy-coded stream"), np.uint8(0)).astype(np.int64)
+    body = np.append(reader.read(int(at[-1]), "an entropy-coded stream"), np.uint8(0)).astype(np.int64)
     at, ends = at[:-1], at[1:]
     slots = np.empty((rows, streams, 64), np.uint8)
     for row in range(rows):
@@ -234,7 +234,7 @@ def write_wide(choice: CoderChoice, elements: Integers) -> bytes | None:
     split, count = choice.split, len(elements)
     # Block b contains the elements from 64 * b on; element i belongs to lane i % 32.
     blocks = -(-count // 64)
-    padded = np.full(blocks * 64, choice.host << split.symbol_shift, np.int64)
+    padded = np.full(blocks * 64, choice.substitute << split.symbol_shift, np.int64)
     padded[:count] = elements
     symbols = split.symbols(padded)
     frequency, start, rare = _by_element(choice, symbols)
@@ -294,15 +294,15 @@ def read_wide(reader: ByteReader, width: int, count: int) -> Words:
     slots_of = Slots.of(symbols, frequencies)
 
     length, words = reader.number(3, "a plane's header"), reader.number(3, "a plane's header")
-    state = reader.take(128, "a plane's states").view("<u4").astype(np.int64)
+    state = reader.read(128, "a plane's states").view("<u4").astype(np.int64)
     if (state < 1 << 16).any():
         raise corrupt("a plane's states are out of range")
     blocks = -(-count // 64)
     low_bits, rest_bits = split.low_bits, split.raw_bits - split.low_bits
-    raw_low = reader.take(blocks * 8 * low_bits, "raw bits").reshape(blocks, 8 * low_bits)
-    raw_rest = reader.take(blocks * 8 * rest_bits, "raw bits").reshape(blocks, 8 * rest_bits)
+    raw_low = reader.read(blocks * 8 * low_bits, "raw bits").reshape(blocks, 8 * low_bits)
+    raw_rest = reader.read(blocks * 8 * rest_bits, "raw bits").reshape(blocks, 8 * rest_bits)
 
-    body = np.append(reader.take(2 * length, "an entropy-coded stream").view("<u2"), np.uint16(0)).astype(np.int64)
+    body = np.append(reader.read(2 * length, "an entropy-coded stream").view("<u2"), np.uint16(0)).astype(np.int64)
     slots = np.empty((2 * blocks, 32), np.int64)
     at = 0
     for row in range(2 * blocks):
@@ -380,7 +380,7 @@ def _patch(
     positions: list[int] = []
     symbols: list[int] = []
     position = -1
-    coming = iter(reader.take(2 * words, "patches").view("<u2").tolist())
+    coming = iter(reader.read(2 * words, "patches").view("<u2").tolist())
     for word in coming:
         code = word >> 12
         position += (word & (SPREAD - 1)) + 1

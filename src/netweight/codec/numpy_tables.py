@@ -91,10 +91,10 @@ class PlaneStatistics:
     """Number of mantissa bits within the top bytes of floats; None for other planes."""
     exponent_bits: int = 0
     """Number of exponent bits within the top bytes of floats; None for other planes."""
-    tail: bool = False
-    """Lower bytes of wider numbers: usually noise."""
-    inner: bool = False
-    """Part of a plane of skewed data."""
+    low_byte: bool = False
+    """True for a plane of lower bytes of wider numbers, which are usually noise."""
+    nested: bool = False
+    """True for a plane within a coded plane of skewed data."""
     one_sign: bool = False
     """Floats whose top bits are all equal, as those of second moments are."""
     split_off: bool = False
@@ -142,10 +142,10 @@ class CoderChoice:
     symbols: list[int]
     """Symbols in the order of their slots."""
     frequencies: list[int]
-    second: list[bool]
-    """For rANS: the symbols of the second class."""
-    host: int
-    """The symbol that stands in for those not listed."""
+    second_class: list[bool]
+    """For rANS: True for symbols of the second class, in the same order."""
+    substitute: int
+    """The symbol that is coded in place of those not listed, before patches correct it."""
 
 
 def choose(plane: PlaneStatistics, elements: Integers, level: int, sample: int, skewed: bool) -> CoderChoice | None:
@@ -157,9 +157,9 @@ def choose(plane: PlaneStatistics, elements: Integers, level: int, sample: int, 
             counts, total = histogram(elements, split, sample)
             # How much more often symbols are equal than in noise; up to 1.1 coding saves less than 1/20 bit.
             collisions = int((counts * counts).sum()) * len(counts)
-            if plane.tail and collisions <= total * total // 10 * 11:
+            if plane.low_byte and collisions <= total * total // 10 * 11:
                 return None
-            skewed = skewed and (not plane.tail or plane.inner or collisions > total * total // 10 * 20)
+            skewed = skewed and (not plane.low_byte or plane.nested or collisions > total * total // 10 * 20)
         else:
             counts = counts[0::2] + counts[1::2]
         raw_cost = len(elements) * split.raw_bits * COST
@@ -260,8 +260,8 @@ def table(counts: Counts, split: Split, *, exhaustive: bool, steep: bool = False
             best_cost, best = cost, frequencies
 
     # Slot order: symbols that got less than their share first, because low slots leave a smaller state.
-    second = (occurrences[: len(best)] * 256 < total * best) & (not steep)
-    rows = sorted(zip(second.tolist(), order, best.tolist(), strict=False))
+    second_class = (occurrences[: len(best)] * 256 < total * best) & (not steep)
+    rows = sorted(zip(second_class.tolist(), order, best.tolist(), strict=False))
     mode = STEEP if steep else RANS
     return CoderChoice(
         mode, best_cost, split, [r[1] for r in rows], [r[2] for r in rows], [r[0] for r in rows], order[0]
@@ -280,8 +280,8 @@ def wide_table(counts: Counts, split: Split) -> CoderChoice | None:
     frequencies = np.clip(weights * WIDE_SLOTS // total, 1, WIDE_SLOTS - 1)
     _balanced(weights, frequencies, WIDE_SLOTS - 1, WIDE_SLOTS, lambda f: bits[f] - bits[np.minimum(f + 1, WIDE_SLOTS)])
     cost = rest * PATCH_COST + len(listed) * 3 // 2 * 8 * COST + int((weights * bits[frequencies]).sum())
-    host = int(listed[np.argmax(frequencies)])
-    return CoderChoice(WIDE_RANS, cost, split, listed.tolist(), frequencies.tolist(), [], host)
+    substitute = int(listed[np.argmax(frequencies)])
+    return CoderChoice(WIDE_RANS, cost, split, listed.tolist(), frequencies.tolist(), [], substitute)
 
 
 @dataclass(frozen=True, slots=True)

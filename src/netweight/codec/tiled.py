@@ -102,7 +102,7 @@ class TiledBlob:
         self._note(index.lengths, index.checks, index.cpu_modes)
         self._waiting.append(as_bytes(blob)[index.start :])
         if self._older is not None:
-            self._place(self._older, int(self._ends[self._chunks - 1]))
+            self._write_waiting(self._older, int(self._ends[self._chunks - 1]))
 
     def _note(self, lengths: npt.NDArray[Any], checks: npt.NDArray[Any], cpu_modes: bool) -> None:
         """Take down further chunks."""
@@ -111,7 +111,7 @@ class TiledBlob:
         self._header.cpu_modes |= cpu_modes
         self._chunks += len(lengths)
 
-    def _place(self, memory: Bytes, end: int) -> None:
+    def _write_waiting(self, memory: Bytes, end: int) -> None:
         """Move tiles that wait to memory before `end`, as far as there is room."""
         while self._waiting and self._placed + len(self._waiting[0]) <= end:
             tile = self._waiting.popleft()
@@ -136,7 +136,7 @@ class TiledBlob:
         self._note(self._index.lengths[first:stop], self._index.checks[first:stop], self._index.cpu_modes)
         if self._waiting:
             self._waiting.append(self._older[start:end].copy())
-            self._place(self._older, end)
+            self._write_waiting(self._older, end)
         else:
             if self._placed != start:
                 self._older[self._placed : self._placed + end - start] = self._older[start:end]
@@ -161,4 +161,4 @@ class TiledBlob:
         elif memory.ctypes.data != self._older.ctypes.data:
             memory[start : self._placed] = self._older[start : self._placed]
         memory[:start] = as_bytes(header)
-        self._place(memory, len(memory))
+        self._write_waiting(memory, len(memory))

@@ -17,17 +17,17 @@ _BLOCK = 1 << 20  # bytes looked at at a time
 _VALUES_OF_ANY_TEXT = 400_000
 
 
-def parse_json(text: str | bytes, *, most: int | None = None, free: int = _VALUES_OF_ANY_TEXT) -> Any:
+def parse_json(text: str | bytes, *, most_values: int | None = None, allowance: int = _VALUES_OF_ANY_TEXT) -> Any:
     """Parse JSON; every refusal is a `ValueError`: too deep, too many values, names given twice, text without UTF-8.
 
-    `most`: values it may hold beyond `free`; None for as many as its own length allows.
+    `most_values`: number of values that it may contain beyond `allowance`; None for as many as its length allows.
     """
     data = text.encode() if isinstance(text, str) else text
     values, depth = _structure(data)
     if depth > _DEPTH:
         raise ValueError(f"it is nested {depth:,} deep, more than {_DEPTH}")
-    if most is not None and values > free + most:
-        raise ValueError(f"it contains {values:,} values, more than {free + most:,}")
+    if most_values is not None and values > allowance + most_values:
+        raise ValueError(f"it contains {values:,} values, more than {allowance + most_values:,}")
     escapes = b"\\u" in data
     if isinstance(text, str):
         del data  # a copy of the text, which may be long
@@ -44,17 +44,17 @@ MOST_INDEX = 1 << 25
 """The most bytes of an index of weights, or of a folder's manifest; that of a model of 140,000 tensors has 15 MB."""
 
 
-def read_json(path: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> Any:
-    """Read a JSON file of at most `limit` bytes; `most` and refusals as in `parse_json`, and `regular`."""
+def read_json(path: Path, *, limit: int = MOST_CONFIG, most_values: int | None = 0) -> Any:
+    """Read a JSON file of at most `limit` bytes; `most_values` and refusals as in `parse_json`, and `regular`."""
     with open(path, "rb", opener=regular) as file:
         if os.fstat(file.fileno()).st_size > limit or len(data := file.read(limit + 1)) > limit:
             raise ValueError(f"it contains more than {limit:,} bytes")
-    return parse_json(data, most=most)
+    return parse_json(data, most_values=most_values)
 
 
-def read_object(path: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> dict[str, Any]:
+def read_object(path: Path, *, limit: int = MOST_CONFIG, most_values: int | None = 0) -> dict[str, Any]:
     """Read a JSON file that holds an object, as `read_json` does."""
-    parsed = read_json(path, limit=limit, most=most)
+    parsed = read_json(path, limit=limit, most_values=most_values)
     if not isinstance(parsed, dict):
         raise ValueError(f"it contains a {type(parsed).__name__} instead of an object")
     return parsed

@@ -32,7 +32,7 @@ def read_record(path: str | Path, make: Callable[[dict[str, Any]], T], *, versio
     `version`: which it must have.
     """
     try:
-        values = read_object(Path(path), limit=_MOST_RECORD, most=None)
+        values = read_object(Path(path), limit=_MOST_RECORD, most_values=None)
         if values.pop("version") != version:
             raise KeyError("version")
         return make(values)

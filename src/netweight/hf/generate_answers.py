@@ -188,7 +188,7 @@ def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most: int) -> It
     batch: list[int] = []
     for row in sorted(range(len(prompts)), key=lambda row: -len(prompts[row])):
         longest = len(prompts[batch[0]]) if batch else len(prompts[row])
-        full = len(batch) == most or (len(batch) + 1) * longest > _BATCH_TOKENS
+        full = len(batch) == most_rows or (len(batch) + 1) * longest > _BATCH_TOKENS
         if batch and (full or (not padded and len(prompts[row]) != longest)):
             yield batch
             batch = []

@@ -107,13 +107,13 @@ def identify(path: str | Path) -> LabelSubject:
     return subject
 
 
-def read_config(file: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -> dict[str, Any]:
+def read_config(file: Path, *, limit: int = MOST_CONFIG, most_values: int | None = 0) -> dict[str, Any]:
     """Return the JSON object of a configuration file.
 
     Args:
         file: The file.
         limit: The most bytes that it may have.
-        most: As in `parse_json`.
+        most_values: As in `parse_json`.
 
     Returns:
         Its content; empty if there is no such file.
@@ -124,7 +124,7 @@ def read_config(file: Path, *, limit: int = MOST_CONFIG, most: int | None = 0) -
     if not file.is_file():
         return {}
     try:
-        return read_object(file, limit=limit, most=most)
+        return read_object(file, limit=limit, most_values=most_values)
     except ValueError as error:
         raise CorruptBlob(f"{file} cannot be read: {error}.", cure="Fetch the file again.") from None
 
@@ -185,7 +185,7 @@ def _identify_folder(folder: Path) -> LabelSubject:
     # The server of a Flower run writes this file.
     history = folder / "history.json"
     if history.is_file():
-        rounds = read_config(history, limit=_MOST_HISTORY, most=None)
+        rounds = read_config(history, limit=_MOST_HISTORY, most_values=None)
         if isinstance(rounds.get("rounds"), list):
             return LabelSubject(folder, "federation", config=rounds)
     if (folder / "model_index.json").is_file():

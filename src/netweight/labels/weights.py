@@ -452,7 +452,7 @@ def _gathered(source: ReadableTensor, done: Iterator[tuple[_MeasuredPiece, _Piec
         piece, facts = next(done)
         assert piece.source is source
         if piece.encoder is not None:
-            net += sum(len(piece.encoder.take(chunk)) for chunk in facts.prepared)
+            net += sum(len(piece.encoder.finish(chunk)) for chunk in facts.prepared)
         whole.update(facts.check)
         nans, infinities = nans + facts.nans, infinities + facts.infinities
         for name, fit in facts.fits.items():

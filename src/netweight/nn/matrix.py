@@ -128,7 +128,7 @@ class Moments:
         """
         return cls(pilot, torch.zeros(len(pilot), dtype=torch.float64), torch.zeros(len(pilot), dtype=torch.float64))
 
-    def take(self, rows: Tensor) -> None:
+    def add(self, rows: Tensor) -> None:
         """Add rows, shape `(m, d)`, fp32, which are overwritten.
 
         Args:

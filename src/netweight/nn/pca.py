@@ -249,7 +249,7 @@ def fit_exactly(
         for start, stop, block in _columns(matrix):
             check_finite(block, 0, start)
             moments = Moments.begin(block[0].clone())
-            moments.take(block)
+            moments.add(block)
             mean[start:stop] = moments.mean(count)
             block -= (moments.sums / count).float()
             if standardize:

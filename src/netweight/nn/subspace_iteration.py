@@ -41,7 +41,7 @@ class IterationPlan:
     """Number of components."""
     standardize: bool = False
     """True to divide columns by their standard deviation."""
-    most: int = 6
+    most_passes: int = 6
     """Passes of iteration at most."""
     tolerance: float = 2e-3
     """A pass that adds less than this share to the captured variance is the last."""
@@ -112,7 +112,7 @@ def _add_moments(plan: IterationPlan, iteration: Iteration, sums: Sums, block: T
     chosen = plan.sampled()
     places = ((chosen >= first + here) & (chosen < first + here + len(block))).nonzero()[:, 0]
     sums["sampled"][places] = block[chosen[places] - first - here]
-    Moments(iteration.fixed["pilot"], sums["sums"], sums["squares"]).take(block)
+    Moments(iteration.fixed["pilot"], sums["sums"], sums["squares"]).add(block)
 
 
 def _prepared(iteration: Iteration, block: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def finish(plan: IterationPlan, iteration: Iteration, sums: Sums) -> Iteration:
     captured = (*iteration.captured, share)
     fixed["basis"] = _orthonormal(sums.pop("products"))
     settled = len(captured) > 1 and share - captured[-2] < plan.tolerance * share
-    return Iteration(iteration.stage + 1, settled or len(captured) >= plan.most, fixed, captured)
+    return Iteration(iteration.stage + 1, settled or len(captured) >= plan.most_passes, fixed, captured)
 
 
 def result(plan: IterationPlan, iteration: Iteration, sums: Sums) -> BasisFit:

@@ -341,7 +341,7 @@ def run(
     jobs = min(jobs, len(plan.parts))
     ended: list[tuple[Plan, list[StepResult]]] = [(part, []) for part in plan.parts]
 
-    def take(number: int, entry: StepResult) -> None:
+    def record(number: int, entry: StepResult) -> None:
         ended[number][1].append(entry)
         with tqdm.external_write_mode():
             _say(entry, say, f"{plan.parts[number].recipe.name}, " if jobs > 1 else "  ")
@@ -350,13 +350,13 @@ def run(
 
     try:
         if jobs > 1:
-            _at_once(plan, jobs, take, progress)
+            _at_once(plan, jobs, record, progress)
         else:
             for number, part in enumerate(plan.parts):
                 if part.recipe.name:
                     say(f"{number + 1} of {len(plan.parts)}, {part.recipe.title}.")
                 for entry in _run(part, progress):
-                    take(number, entry)
+                    record(number, entry)
     finally:
         # Also where a step fails after others that an earlier run did: the page of that run has another verdict.
         if any(entries for _, entries in ended):
@@ -371,21 +371,21 @@ _IMPORTED = (
 )  # fmt: skip
 
 
-def _at_once(plan: Plan, jobs: int, take: Callable[[int, StepResult], None], progress: Progress) -> None:
+def _at_once(plan: Plan, jobs: int, record: Callable[[int, StepResult], None], progress: Progress) -> None:
     """Run chapters in processes that share the cores, begun in the recipe's order."""
     under_way: dict[int, str] = {}
     with progress.task(plan.recipe.title, len(plan.parts), unit="chapters") as task:
 
         def report(number: int, value: StepResult | Event) -> None:
             if isinstance(value, StepResult):
-                take(number, value)
+                record(number, value)
             elif progress.mode == "bar":
                 under_way[number] = f"{plan.parts[number].recipe.name}: {value}"
                 task.describe("; ".join(under_way.values()))
             else:
                 progress.note(f"{plan.parts[number].recipe.name}: {value}")
 
-        work = partial(_tell_all, every=2.0 if progress.mode == "bar" else 60.0)
+        work = partial(_run_in_worker, every=2.0 if progress.mode == "bar" else 60.0)
         for number, outcome in local_processes(work, plan.parts, workers=jobs, on_message=report, preload=_IMPORTED):
             if isinstance(outcome.value, NetweightError):
                 raise outcome.value
@@ -395,7 +395,7 @@ def _at_once(plan: Plan, jobs: int, take: Callable[[int, StepResult], None], pro
             task.update()
 
 
-def _tell_all(plan: Plan, *, every: float) -> NetweightError | None:
+def _run_in_worker(plan: Plan, *, every: float) -> NetweightError | None:
     """Run a chapter in a worker, whose events and results go to the process that started it; return a refusal."""
     try:
         for entry in _run(plan, Progress(every=every, listener=send_message)):
@@ -418,7 +418,9 @@ def _report(plan: Plan, ended: list[tuple[Plan, list[StepResult]]], command: str
     for part, entries in ended:
         # Conditions are those of the last model, which is published; the models before it are steps on the way.
         conditions = entries[-1].conditions if entries else ()
-        sections = with_conditions([section for entry in entries for section in _shown(entry, part)], conditions)
+        sections = with_conditions(
+            [section for entry in entries for section in _step_sections(entry, part)], conditions
+        )
         sections += _pending(part, len(entries))
         if part.recipe.name and sections:
             report.chapter(_chapter(part, sections, command))
@@ -533,7 +535,7 @@ def _say(done: StepResult, say: Callable[[str], object], before: str) -> None:
     say(f"{before}{done.step.verb}{earlier}: {conclusions or 'done.'}")
 
 
-def _shown(done: StepResult, plan: Plan) -> list[Section]:
+def _step_sections(done: StepResult, plan: Plan) -> list[Section]:
     """The sections of a step in the report; the first says what was made, and which audits are missing."""
     step, heading = done.step, _heading(done.step, plan)
     if isinstance(step, AttackStep):

@@ -40,7 +40,7 @@ _NONFINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 def encode_json(value: object) -> object:
     """Return `value` with plain Python types only, tuples as lists and non-finite numbers spelled out."""
-    value = _plain(value)
+    value = _builtin_scalar(value)
     if isinstance(value, float) and not math.isfinite(value):
         return {"nonfinite": "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -63,7 +63,7 @@ def decode_json(value: object) -> object:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _builtin_scalar(value: Any) -> Any:
     """Python's own number for a 0-d or one-element array, tensor or numpy scalar; anything else as it is."""
     if isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins":
         return value
@@ -84,16 +84,16 @@ def _shorten(text: str, limit: int = 80) -> str:
 
 
 def _number(value: Any) -> Number | None:
-    plain = _plain(decode_json(value))
-    if plain is not None and not isinstance(plain, (bool, int, float)):
+    scalar = _builtin_scalar(decode_json(value))
+    if scalar is not None and not isinstance(scalar, (bool, int, float)):
         raise ValueError("give a number, True, False or None")
-    return plain
+    return scalar
 
 
 def _interval(value: Any) -> tuple[float, float] | None:
     if value is None:
         return None
-    ends = tuple(_plain(decode_json(end)) for end in value)
+    ends = tuple(_builtin_scalar(decode_json(end)) for end in value)
     if len(ends) != 2 or not all(isinstance(end, (int, float)) for end in ends) or ends[0] > ends[1]:
         raise ValueError("give (low, high)")
     return float(ends[0]), float(ends[1])
@@ -108,10 +108,10 @@ def _target(value: Any) -> Target | None:
 
 
 def _count(value: Any) -> int | None:
-    plain = _plain(value)
-    if plain is not None and (isinstance(plain, bool) or not isinstance(plain, int) or plain < 1):
+    scalar = _builtin_scalar(value)
+    if scalar is not None and (isinstance(scalar, bool) or not isinstance(scalar, int) or scalar < 1):
         raise ValueError("give the number of samples, at least 1")
-    return plain
+    return scalar
 
 
 def _details(value: Any) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def _details(value: Any) -> dict[str, Any]:
 
 
 def _rows(value: Any) -> tuple[tuple[Any, ...], ...]:
-    rows = tuple(tuple(_plain(decode_json(cell)) for cell in row) for row in value)
+    rows = tuple(tuple(_builtin_scalar(decode_json(cell)) for cell in row) for row in value)
     for cell in (cell for row in rows for cell in row):
         if not (cell is None or isinstance(cell, (bool, int, float, str))):
             raise ValueError(f"{_shorten(repr(cell))} is not a number, text or None")
@@ -223,7 +223,7 @@ class Finding(_ReportPart):
     ] = None
     baseline: Annotated[Number | None, PlainValidator(_number), _JSON, _REAL] = None
     control: Literal["broken", "held"] | None = None
-    seeds: Annotated[tuple[Annotated[int, BeforeValidator(_plain)], ...], _AS_TUPLE] = ()
+    seeds: Annotated[tuple[Annotated[int, BeforeValidator(_builtin_scalar)], ...], _AS_TUPLE] = ()
     detail: Annotated[Mapping[str, Any], PlainValidator(_details), _JSON, WithJsonSchema({"type": "object"})] = (
         dataclasses.field(default_factory=dict, hash=False)
     )

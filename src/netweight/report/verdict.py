@@ -15,7 +15,7 @@ from netweight.report.finding import Finding, Section, Target
 from netweight.report.numbers import format_beside, format_target
 
 Mark: TypeAlias = Literal["met", "missed", "not measured", "control failed", "no target"]
-_MOST = 3  # findings that a sentence names
+_NAMED_FINDINGS = 3  # findings that a sentence names
 
 
 def mark_of(finding: Finding) -> Mark:
@@ -125,4 +125,6 @@ def _unmeasured(finding: Finding) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    return "; ".join(names[:_MOST]) + (f"; and {len(names) - _MOST} more" if len(names) > _MOST else "")
+    return "; ".join(names[:_NAMED_FINDINGS]) + (
+        f"; and {len(names) - _NAMED_FINDINGS} more" if len(names) > _NAMED_FINDINGS else ""
+    )

@@ -133,7 +133,7 @@ class _Encoding:
         while True:
             piece, content, prepared = done
             update(content)
-            yield from map(piece.encoder.take, prepared)
+            yield from map(piece.encoder.finish, prepared)
             if piece.last == piece.encoder.chunks:
                 return
             done = next(self._done)

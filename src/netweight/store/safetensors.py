@@ -55,10 +55,10 @@ class BaseNote:
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
             raise ValueError("the record of its base is malformed")
         note = cls(**values)
-        for text, most in ((note.name, 2), (note.within, _UP)):
+        for text, most_parts in ((note.name, 2), (note.within, _UP)):
             # If the value is not a text, this raises a TypeError, which is handled like the ValueErrors.
             path = PurePosixPath(text)
-            if path.is_absolute() or ".." in path.parts or "\0" in text or len(path.parts) > most:
+            if path.is_absolute() or ".." in path.parts or "\0" in text or len(path.parts) > most_parts:
                 raise ValueError(f"the name {text!r} of its base is malformed")
         if not PurePosixPath(note.name).name or not isinstance(note.digest, str):
             raise ValueError("the record of its base is malformed")
@@ -261,17 +261,19 @@ def _checked(path: Path, raw: bytes, size: int) -> Header:
     return header
 
 
-def parse_header(raw: bytes, *, most: int | None = None) -> Header:
+def parse_header(raw: bytes, *, most_values: int | None = None) -> Header:
     """Parse header bytes and check that the tensors lie side by side from offset 0.
 
     Args:
         raw: The JSON, without the eight bytes of its length.
-        most: See `parse_json`.
+        most_values: See `parse_json`.
     """
     tensors = raw.count(b'"dtype"')
     # This is checked before the header is parsed, which takes a hundred times its size in memory.
     refuse_many(tensors)
-    fields = parse_json(raw, most=_VALUES_OF_TENSOR * tensors if most is None else most, free=_OTHER_VALUES)
+    fields = parse_json(
+        raw, most_values=_VALUES_OF_TENSOR * tensors if most_values is None else most_values, allowance=_OTHER_VALUES
+    )
     if not isinstance(fields, dict):
         raise ValueError("it is not a JSON object")
     refuse_many(len(fields))
@@ -500,7 +502,7 @@ class Description:
                 )
             header = None
             if "header" in fields:
-                header = parse_header(inflate_text(fields["header"], limit=LONGEST_HEADER), most=len(text))
+                header = parse_header(inflate_text(fields["header"], limit=LONGEST_HEADER), most_values=len(text))
             if len(fields["digests"]) > 8 * MOST_TENSORS:
                 raise ValueError("it contains more digests than a file has tensors")
             digests = base64.b64decode(fields["digests"], validate=True).hex()

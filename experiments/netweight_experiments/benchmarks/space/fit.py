@@ -220,7 +220,7 @@ def large(known, work, components, passes, tolerance, progress):
 
     if not (work / "components.npy").exists():
         fit = fit_streaming(
-            Timed(MatrixFile(file)), components, most=passes, tolerance=tolerance,
+            Timed(MatrixFile(file)), components, most_passes=passes, tolerance=tolerance,
             folder=work / "fit", digest=json.dumps(asdict(known)), progress=progress,
         )  # fmt: skip
         timed.write_text(json.dumps({**spent(), "captured after each pass": fit.passes}))

@@ -352,7 +352,7 @@ def _json_object(content: bytes) -> dict[str, Any] | None:
     if len(content) > MOST_INDEX:  # of a configuration or an index
         return None
     try:
-        config = parse_json(content, most=0)
+        config = parse_json(content, most_values=0)
     except ValueError:
         return None
     return config if isinstance(config, dict) else None

@@ -2,7 +2,7 @@
 
 A client's answer is described by `AnswerPrivacy`, and `guarantee` composes the answers of one client; `task_privacy.py`
 composes those of a whole federation. ε comes from opacus's accountant (Rényi differential privacy); nothing here
-computes a divergence. What the account promises, and what lies outside of what a client can enforce, is in
+computes a divergence. What the account guarantees, and what lies outside of what a client can enforce, is in
 docs/privacy-account.md.
 """
 
@@ -294,7 +294,7 @@ def schedule_of(n: int, batch_size: int, epochs: int) -> tuple[float, int]:
 
 
 def check_delta(delta: float, n: int) -> None:
-    """Refuse a δ that promises nothing to the examples of a client.
+    """Refuse a δ that guarantees nothing for the examples of a client.
 
     Args:
         delta: δ, in (0, 1).

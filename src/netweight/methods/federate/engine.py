@@ -217,7 +217,7 @@ class _InThisProcess:
     def _received(self, clients: Sequence[Client]) -> list[tuple[int, ClientWeights]]:
         return [(c.number, self.method.weights(self.task, c.message, c.private)) for c in clients]
 
-    def settle(self, done: Round) -> None:
+    def finish_round(self, done: Round) -> None:
         """Let the clients whose updates were taken keep what they have learned."""
         sound = set(done.clients) - set(done.refusals)
         self._private.update({one.update.client: one.private for one in self._results if one.update.client in sound})

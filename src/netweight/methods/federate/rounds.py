@@ -74,7 +74,7 @@ class Transport(Protocol):
         """
         ...
 
-    def settle(self, done: Round) -> None:
+    def finish_round(self, done: Round) -> None:
         """Keep what a finished round leaves."""
         ...
 
@@ -163,7 +163,7 @@ class Rounds:
                 transport.before_retry()
             trial = self.select(number, attempt, *transport.reach())
             if self.conclude(trial, transport.collect(trial)):
-                transport.settle(self.rounds[-1])
+                transport.finish_round(self.rounds[-1])
                 return
         where = f"; its state is in {self.job.folder}" if self.job is not None else ""
         raise FederationStopped(

@@ -14,7 +14,7 @@ from netweight.errors import UsageError
 from netweight.hf.load_pipeline import open_pipeline
 from netweight.hf.pipeline_settings import PipelineSettings
 from netweight.methods.forget.check import EditCheck
-from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, look_of
+from netweight.methods.forget.detect import Threshold, calibrate, check_threshold, detect_resumably, detection_settings
 from netweight.methods.forget.edited_folder import undo_folder
 from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
 from netweight.methods.forget.forget_folder import audit_folder, forget_folder
@@ -70,15 +70,15 @@ def detect(settings: FolderDetection, context: Context, pipeline: Path, out: Pat
         raise UsageError(f"The prompt {both[0]!r} is in --ordinary and in --held-out.", cure="Leave it out of one.")
     given = None if settings.threshold is None else _threshold(settings.threshold)
     model, config = open_pipeline(pipeline, settings.pipeline), settings.detection
-    identity, look = model.identity(), look_of(model, config)
+    identity, score_settings = model.identity(), detection_settings(model, config)
     if given is not None:
-        check_threshold(given, identity, look)
+        check_threshold(given, identity, score_settings)
     scores = {
         name: detect_resumably(model, part, config, folder=out, progress=context.progress)
         for name, part in texts.items()
     }
     rule: Any = {} if settings.quantile is None else {"rule": "quantile", "quantile": settings.quantile}
-    limit = given or calibrate(scores["ordinary"], model=identity, look=look, **rule)
+    limit = given or calibrate(scores["ordinary"], model=identity, detection=score_settings, **rule)
     rows = [{"prompt": each.prompt, "similarity": each.similarity, "highest": each.highest, "wen": each.wen,
              "memorized": each.similarity > limit.value} for each in scores["prompts"]]  # fmt: skip
     sections: list[Section] = []

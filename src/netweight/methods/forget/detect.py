@@ -83,8 +83,8 @@ class Threshold:
     """At or below which memorization counts as broken: where ordinary prompts are, not where the alarm begins.
     None takes `value`.
     """
-    look: Mapping[str, Any] | None = None
-    """Settings of detection, see `look_of`; None if it was given."""
+    detection: Mapping[str, Any] | None = None
+    """Settings of detection, see `detection_settings`; None if it was given."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -250,7 +250,7 @@ def calibrate(
     rule: Literal["mean+std", "quantile"] = "mean+std",
     quantile: float = 0.95,
     model: str | None = None,
-    look: Mapping[str, Any] | None = None,
+    detection: Mapping[str, Any] | None = None,
 ) -> Threshold:
     """Choose a threshold from the scores of prompts that are not memorized."""
     if len(scores) < 2:
@@ -264,9 +264,9 @@ def calibrate(
     else:
         raise UsageError(f"The rule {rule!r} with quantile {quantile} is unknown.", cure="Use mean+std or quantile.")
     below = [float((part <= value).double().mean()) for part in (seeds, means)]
-    settings_of_detection = None if look is None else dict(look)
+    settings = None if detection is None else dict(detection)
     middle = min(value, float(seeds.mean()))
-    return Threshold(value, words, below[0], below[1], len(scores), model, middle, settings_of_detection)
+    return Threshold(value, words, below[0], below[1], len(scores), model, middle, settings)
 
 
 def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
@@ -282,16 +282,16 @@ def roc(memorized: Sequence[float], ordinary: Sequence[float]) -> Roc:
     return Roc(area, tuple(alarms), tuple(hits), (float("inf"), *thresholds))
 
 
-def check_threshold(threshold: Threshold, identity: str, look: Mapping[str, Any]) -> None:
+def check_threshold(threshold: Threshold, identity: str, detection: Mapping[str, Any]) -> None:
     """Refuse a threshold that was calibrated on another model, or with other settings of detection."""
     if threshold.model is not None and threshold.model != identity:
         raise UsageError(
             f"The threshold was calibrated on another model: on {threshold.model}, not {identity}.",
             cure="Calibrate it on this one: netweight forget detect --ordinary.",
         )
-    others = {name: value for name, value in (threshold.look or {}).items() if look.get(name) != value}
+    others = {name: value for name, value in (threshold.detection or {}).items() if detection.get(name) != value}
     if others:
-        named = ", ".join(f"{name} {value}, not {look.get(name)}" for name, value in others.items())
+        named = ", ".join(f"{name} {value}, not {detection.get(name)}" for name, value in others.items())
         raise UsageError(
             f"The threshold was calibrated in another way: {named}.",
             cure="Give the same settings here, or calibrate it with these: netweight forget detect --ordinary.",
@@ -305,8 +305,8 @@ def first_step(model: TextToImage, config: DetectionConfig) -> tuple[Tensor, Ten
     return model.initial_noise(config.seeds), timestep
 
 
-def look_of(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
-    """Return what scores depend on beside model and prompt: a threshold holds for these settings alone."""
+def detection_settings(model: TextToImage, config: DetectionConfig) -> dict[str, Any]:
+    """Return the settings that scores depend on beside model and prompt; a threshold is valid for these alone."""
     windows = windows_for(*model.initial_noise(config.seeds[:1]).shape[-2:])
     return {
         "timing": config.timing,

@@ -28,7 +28,7 @@ from netweight.core.names import Units
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import CorruptBlob, UsageError
 from netweight.job import Job
-from netweight.methods.forget.detect import Threshold, check_threshold, greatest, influences, look_of
+from netweight.methods.forget.detect import Threshold, check_threshold, detection_settings, greatest, influences
 from netweight.methods.forget.layers import Statistics, ValueLayer, text_activations, value_layers
 from netweight.methods.forget.search import (
     BlockedPredictions,
@@ -153,7 +153,7 @@ def localize(
     identity = model.identity()
     layers = value_layers(model.denoiser, scope=config.scope)
     statistics.check(layers, identity)
-    check_threshold(threshold, identity, look_of(model, config.detection))
+    check_threshold(threshold, identity, detection_settings(model, config.detection))
     about = {
         "model": identity,
         "statistics": _statistics_digest(statistics),

@@ -439,7 +439,7 @@ def _neuron_findings(localizations: Sequence[Localization]) -> list[Finding]:
 # Kind of prompt → localizations.
 Groups = Mapping[str, Sequence[Localization]]
 # Prompts of an overlap's matrix, at most.
-_MOST = 40
+_PROMPTS_OF_MATRIX = 40
 
 
 def counts_figure(groups: Groups) -> Figure | None:
@@ -489,7 +489,7 @@ def overlap(first: Localization, second: Localization) -> float:
 
 def overlap_figure(localizations: Sequence[Localization]) -> Figure | None:
     """Draw which prompts share neurons, for the first 40 that have some; None if there are none."""
-    shown = [each for each in localizations if each.neurons][:_MOST]
+    shown = [each for each in localizations if each.neurons][:_PROMPTS_OF_MATRIX]
     if not shown:
         return None
     return heat_maps(
@@ -525,8 +525,8 @@ def _searched(localizations: Sequence[Localization]) -> list[Localization]:
     return [each for each in localizations if each.status in ("resolved", "unresolved")]
 
 
-def _short(prompt: str, most: int = 32) -> str:
-    return prompt if len(prompt) <= most else prompt[: most - 1] + "…"
+def _short(prompt: str, length: int = 32) -> str:
+    return prompt if len(prompt) <= length else prompt[: length - 1] + "…"
 
 
 def _scores_table(scores: DetectionSubject) -> Table:

@@ -143,12 +143,12 @@ Search: TypeAlias = Generator[Request, Reply, R]
 
 
 def run_searches(
-    searches: Iterable[Search[R]], predictions: BlockedPredictions, most: int,
+    searches: Iterable[Search[R]], predictions: BlockedPredictions, at_once: int,
     *, replied: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[int, R | Exception]]:  # fmt: skip
-    """Run searches to their ends, `most` at a time; yield the number and result of each, call `replied` in between."""
+    """Run searches to their ends, `at_once` together; yield number and result of each, call `replied` in between."""
     waiting = ((number, search, None) for number, search in enumerate(searches))
-    ready: list[tuple[int, Search[R], Reply | Exception | None]] = list(islice(waiting, most))
+    ready: list[tuple[int, Search[R], Reply | Exception | None]] = list(islice(waiting, at_once))
     while ready:
         requests: list[tuple[int, Search[R], Request]] = []
         for number, search, reply in ready:

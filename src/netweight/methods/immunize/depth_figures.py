@@ -55,13 +55,13 @@ def lens_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
     """Draw the loss on answers if the model ended at each depth."""
     with canvas(2) as (drawing, axes):
         for panel, kind in zip(axes, KINDS, strict=True):
-            for place, (name, look) in enumerate((("before", before), ("after", after))):
-                batches = torch.tensor(look.lens[kind], dtype=torch.float64)
+            for place, (name, analysis) in enumerate((("before", before), ("after", after))):
+                batches = torch.tensor(analysis.lens[kind], dtype=torch.float64)
                 _line(panel, range(batches.shape[1]), batches.mean(0).tolist(), name, place)
             _dress(panel, "depth", "nats per token")
             panel.set_title(f"{kind} answers")
         _legend(axes[0], drawing)
-        ends = [torch.tensor(look.lens["harmful"], dtype=torch.float64).mean(0) for look in (before, after)]
+        ends = [torch.tensor(analysis.lens["harmful"], dtype=torch.float64).mean(0) for analysis in (before, after)]
         words = f"mean over depths on harmful answers: {ends[0].mean():.1f} before, {ends[1].mean():.1f} after"
         return to_figure(
             drawing,
@@ -75,14 +75,14 @@ def probe_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
     """Draw how well a linear probe tells harmful from harmless answers, by depth, with the spread over splits."""
     with canvas(1) as (drawing, (axes,)):
         words = []
-        for place, (name, look) in enumerate((("before", before), ("after", after))):
-            table = torch.tensor(look.probes, dtype=torch.float64)
+        for place, (name, analysis) in enumerate((("before", before), ("after", after))):
+            table = torch.tensor(analysis.probes, dtype=torch.float64)
             _line(axes, range(len(table)), table.mean(1).tolist(), name, place)
             low, high = table.min(1).values.tolist(), table.max(1).values.tolist()
             axes.fill_between(range(len(table)), low, high, color=series_color(place), alpha=0.18, linewidth=0)
             words.append(f"{name} {table.mean():.2f}")
         _dress(axes, _DEPTH, "accuracy")
-        worst = min(min(splits) for look in (before, after) for splits in look.probes)
+        worst = min(min(splits) for analysis in (before, after) for splits in analysis.probes)
         axes.set_ylim(min(0.45, worst - 0.05), 1.02)
         _legend(axes, drawing)
         summary = f"mean over depths: {', '.join(words)}"
@@ -99,11 +99,11 @@ def plane_figure(before: LayerAnalysis, after: LayerAnalysis, depths: Sequence[i
     with canvas(2 * len(depths), height=2.5 * len(depths), across=2) as (drawing, axes):
         for row, depth in enumerate(depths):
             plane = PrincipalPlane.fit(_both(before, depth))
-            for panel, (name, look) in zip(axes[2 * row :], (("before", before), ("after", after)), strict=False):
+            for panel, (name, analysis) in zip(axes[2 * row :], (("before", before), ("after", after)), strict=False):
                 for place, kind in enumerate(KINDS):
-                    x, y = plane.place(look.states[kind][depth]).T.tolist()
+                    x, y = plane.place(analysis.states[kind][depth]).T.tolist()
                     panel.scatter(x, y, s=9, marker=_MARKS[kind], color=series_color(place), alpha=0.6, label=kind)
-                share = _share(plane, _both(look, depth))
+                share = _share(plane, _both(analysis, depth))
                 panel.set_title(f"depth {depth}, {name}: {share:.0%} of the variance")
                 panel.tick_params(length=3)
                 panel.locator_params(nbins=5)
@@ -118,8 +118,8 @@ def plane_figure(before: LayerAnalysis, after: LayerAnalysis, depths: Sequence[i
         )
 
 
-def _both(look: LayerAnalysis, depth: int) -> Tensor:
-    return torch.cat([look.states[kind][depth] for kind in KINDS])
+def _both(analysis: LayerAnalysis, depth: int) -> Tensor:
+    return torch.cat([analysis.states[kind][depth] for kind in KINDS])
 
 
 def _share(plane: PrincipalPlane, points: Tensor) -> float:

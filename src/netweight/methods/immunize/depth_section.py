@@ -72,7 +72,7 @@ def _weights(analysis: DepthAnalysis) -> Finding:
 
 
 def _lens(before: LayerAnalysis, after: LayerAnalysis, kind: str) -> Finding:
-    means = [[statistics.fmean(batch) for batch in look.lens[kind]] for look in (before, after)]
+    means = [[statistics.fmean(batch) for batch in analysis.lens[kind]] for analysis in (before, after)]
     return Finding(
         f"lens loss on {kind} answers, mean over depths",
         statistics.fmean(means[1]),
@@ -86,7 +86,7 @@ def _lens(before: LayerAnalysis, after: LayerAnalysis, kind: str) -> Finding:
 
 def _probes(before: LayerAnalysis, after: LayerAnalysis) -> Finding:
     """Mean accuracy over depths, one value per split."""
-    means = [[statistics.fmean(split) for split in zip(*look.probes, strict=True)] for look in (before, after)]
+    means = [[statistics.fmean(split) for split in zip(*analysis.probes, strict=True)] for analysis in (before, after)]
     gap = t_interval([a - b for b, a in zip(*means, strict=True)])
     return Finding(
         "linear probes, harmful from harmless answers, mean over depths",
@@ -129,10 +129,10 @@ def _depths(before: LayerAnalysis, after: LayerAnalysis) -> Table:
     columns += [Column(f"{kind}, {when}", "nats/token") for kind in KINDS for when in ("before", "after")]
     columns += [Column(f"probe, {when}", "accuracy") for when in ("before", "after")]
     lens = [
-        [statistics.fmean(batch) for batch in zip(*look.lens[kind], strict=True)]
+        [statistics.fmean(batch) for batch in zip(*analysis.lens[kind], strict=True)]
         for kind in KINDS
-        for look in (before, after)
+        for analysis in (before, after)
     ]
-    accuracies = [[statistics.fmean(splits) for splits in look.probes] for look in (before, after)]
+    accuracies = [[statistics.fmean(splits) for splits in analysis.probes] for analysis in (before, after)]
     rows = [(depth, *values) for depth, values in enumerate(zip(*lens, *accuracies, strict=True))]
     return Table("Lens and probes by depth", columns, rows, ("Depth 0 is the embedding, then after each block.",))

@@ -97,18 +97,18 @@ class ProcessGroup:
 
     def first(self, act: Callable[[], T]) -> T:
         """Do something in the first process only, and give everyone its result, which pickles."""
-        return self.first_takes((), lambda _: act())
+        return self.first_consuming((), lambda _: act())
 
-    def first_takes(self, things: Iterable[Any], take: Callable[[Iterator[Any]], T]) -> T:
+    def first_consuming(self, things: Iterable[Any], consume: Callable[[Iterator[Any]], T]) -> T:
         """As `first`, of things that all processes make together, one by one."""
         # However early the first process is done with them, or fails, all are made everywhere, so that nobody waits.
         made = iter(things)
         if self.size == 1:
-            return take(made)
+            return consume(made)
         answer: list[Any] = [None, None]
         if self.rank == 0:
             try:
-                answer[0] = take(made)
+                answer[0] = consume(made)
             except (NetweightError, OSError) as error:
                 answer[1] = error
         for _ in made:
@@ -121,11 +121,11 @@ class ProcessGroup:
         result: T = answer[0]
         return result
 
-    def check(self, look: Callable[[], None]) -> None:
+    def check(self, inspect: Callable[[], None]) -> None:
         """Look at what each process has; an error of one is raised by all."""
         failure, failures = None, [None] * self.size
         try:
-            look()
+            inspect()
         except NetweightError as error:
             failure = error
         if self.size > 1:

@@ -53,11 +53,11 @@ class MasterWeights:
         return common_norm(self._gradients(), group)
 
     @torch.no_grad()
-    def clip(self, norm: float, most: float | None) -> None:
-        """Scale all gradients, whose common norm this is, down so that it becomes `most` if it is above."""
-        if most is None:
+    def clip(self, norm: float, largest_norm: float | None) -> None:
+        """Scale all gradients, whose common norm this is, down so that it becomes `largest_norm` if it is above."""
+        if largest_norm is None:
             return
-        factor = (most / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
+        factor = (largest_norm / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
         for grad in map(local, self._gradients()):
             grad.mul_(factor.to(grad.device))
 

@@ -62,11 +62,11 @@ def corrected_noise(
 
 
 def _drawn_everywhere(
-    own: Tensor, counts: list[int], most: int | None, generator: torch.Generator | None, group: ProcessGroup
+    own: Tensor, counts: list[int], most_rows: int | None, generator: torch.Generator | None, group: ProcessGroup
 ) -> Tensor:
     """At most so many of all processes' points; only those that were drawn are sent."""
     total, start = sum(counts), sum(counts[: group.rank])
-    drawn = random_rows(torch.arange(total, device=own.device), most, generator)
+    drawn = random_rows(torch.arange(total, device=own.device), most_rows, generator)
     bounds = [sum(counts[:rank]) for rank in range(group.size + 1)]
     sent = [int(((drawn >= low) & (drawn < high)).sum()) for low, high in pairwise(bounds)]
     mine = drawn[(drawn >= start) & (drawn < start + len(own))] - start
@@ -166,9 +166,9 @@ def scaled_noise(points: Tensor, generator: torch.Generator | None, *, scaled: b
     return noise * points.detach().float().square().mean().sqrt().to(points.dtype) if scaled else noise
 
 
-def random_rows(points: Tensor, most: int | None, generator: torch.Generator | None) -> Tensor:
+def random_rows(points: Tensor, most_rows: int | None, generator: torch.Generator | None) -> Tensor:
     """At most so many rows of `points`, drawn without replacement; all of them if there are no more."""
-    if most is None or len(points) <= most:
+    if most_rows is None or len(points) <= most_rows:
         return points
     device = points.device if generator is None else generator.device
-    return points[torch.randperm(len(points), generator=generator, device=device)[:most].to(points.device)]
+    return points[torch.randperm(len(points), generator=generator, device=device)[:most_rows].to(points.device)]

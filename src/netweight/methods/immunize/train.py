@@ -200,7 +200,7 @@ class _Training:
                 if not self.divergence.bad and every is not None and (done % every == 0 or done == self.count):
                     self._save()
                 task.update()
-                task.describe(f"{self.defense.name} " + ", ".join(map(_shown, self.steps[-1].terms.items())))
+                task.describe(f"{self.defense.name} " + ", ".join(map(_term_text, self.steps[-1].terms.items())))
 
     def _save(self) -> None:
         """Keep all of training between two steps; the first process does, with all others' parts."""
@@ -208,7 +208,7 @@ class _Training:
             return
         identity, jobs = self.checkpoint
         about = {"identity": identity, "balance": self.balance, "steps": [asdict(step) for step in self.steps]}
-        self.group.first_takes(self._tensors(), lambda tensors: jobs[0].save(about, tensors))
+        self.group.first_consuming(self._tensors(), lambda tensors: jobs[0].save(about, tensors))
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, master in self.weights.masters.items():
@@ -314,6 +314,6 @@ class _Training:
         return collate_part(self.retain, rows, self.group, pad_id=self.pad_id).to(self.device)
 
 
-def _shown(entry: tuple[str, TermLog]) -> str:
+def _term_text(entry: tuple[str, TermLog]) -> str:
     name, term = entry
     return f"{name} {term.value:.3g}"

@@ -214,7 +214,7 @@ def _streamed(
 ) -> BasisFit:
     """The streaming fit."""
     how: dict[str, Any] = {
-        "standardize": standardize, "most": config.passes, "tolerance": config.tolerance, "seed": config.seed,
+        "standardize": standardize, "most_passes": config.passes, "tolerance": config.tolerance, "seed": config.seed,
         "progress": work.progress, "folder": work.folder,
     }  # fmt: skip
     if work.engine is not None:
@@ -224,9 +224,9 @@ def _streamed(
     return fit_streaming(BankRows(bank, writer, 0, len(bank)), config.components, digest=digest, **how)
 
 
-def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most: int = 512) -> SketchError:
+def sketch_error(bank: Bank, sketch: Sketch, components: int, *, most_adapters: int = 512) -> SketchError:
     """Compare a sketch with exact inner products on adapters evenly taken from a bank."""
-    step = -(-len(bank) // most)
+    step = -(-len(bank) // most_adapters)
     taken = AdapterStack.of([stack_of(bank, number, number + 1).adapter(0) for number in range(0, len(bank), step)])
     exact, rows = inner_products(taken, taken), sketch.rows(taken).double()
     center = torch.eye(len(taken), dtype=torch.float64) - 1 / len(taken)
@@ -272,7 +272,7 @@ class BankShard:
 
 def _bank_shards(bank: Bank, kind: _RowKind, *, side: int, seed: int) -> list[BankShard]:
     """Divide a bank into shards, of 4,096 adapters at most and 8 at least."""
-    path, count = _place(bank), len(bank)
+    path, count = _bank_path(bank), len(bank)
     parts = min(count, max(8, -(-count // 4096)))
     edges = [count * number // parts for number in range(parts + 1)]
     return [BankShard(path, bank.digest, start, stop, kind, side, seed) for start, stop in itertools.pairwise(edges)]
@@ -294,7 +294,7 @@ class _GramTask:
 
 def _share_gram(bank: Bank, folder: Path, engine: Engine, progress: Progress) -> None:
     """Make the block rows of a Gram matrix, to be kept in a folder."""
-    path = _place(bank)
+    path = _bank_path(bank)
     folder.mkdir(parents=True, exist_ok=True)
     longest_first = reversed(block_rows(bank))
     tasks = [_GramTask(path, bank.digest, start, str(folder.resolve())) for start in longest_first]
@@ -313,7 +313,7 @@ def _run_block_row(task: _GramTask) -> int:
     return task.start
 
 
-def _place(bank: Bank) -> str:
+def _bank_path(bank: Bank) -> str:
     if isinstance(bank, NormalizedBank):
         raise UsageError("Strengths are normalized in one process only.", cure="Leave --processes out.")
     if not isinstance(bank, AdapterBank):
@@ -352,7 +352,7 @@ def fit_streaming(
     components: int | None = None,
     *,
     standardize: bool = False,
-    most: int = 6,
+    most_passes: int = 6,
     tolerance: float = 2e-3,
     seed: int = 0,
     folder: str | Path | None = None,
@@ -365,12 +365,12 @@ def fit_streaming(
     Memory holds a block of rows and 2.5 times the components (Q and Z of a quarter more), in fp32; while Z is made
     orthonormal, three quarters more. A pass computes 5 · rows · columns · components operations.
 
-    `most`: passes of iteration at most, besides one for the mean and one for the scores. `folder`, `digest`: where to
-    keep what was added up, every `save_every` seconds, and which rows these are.
+    `most_passes`: passes of iteration at most, besides one for the mean and one for the scores. `folder`, `digest`:
+    where to keep what was added up, every `save_every` seconds, and which rows these are.
 
     Source: Halko, Martinsson and Tropp, arXiv 0909.4061, algorithm 4.4, on centered rows and started from a sample.
     """
-    plan = _planned(components, *rows.shape, standardize, most, tolerance, seed)
+    plan = _planned(components, *rows.shape, standardize, most_passes, tolerance, seed)
     with ExitStack() as stack:
         job = None
         if folder is not None:
@@ -440,12 +440,12 @@ def _iteration(about: Mapping[str, Any], fixed: Sums) -> Iteration:
 
 
 def _planned(
-    components: int | None, count: int, length: int, standardize: bool, most: int, tolerance: float, seed: int
+    components: int | None, count: int, length: int, standardize: bool, most_passes: int, tolerance: float, seed: int
 ) -> IterationPlan:
     if count < 2:
         raise UsageError(f"{count} row has no principal components.", cure="Fit 2 or more; hundreds to be of use.")
     number = min(1000, count - 1, length) if components is None else components
-    return IterationPlan(count, length, number, standardize, most, tolerance, seed)
+    return IterationPlan(count, length, number, standardize, most_passes, tolerance, seed)
 
 
 class Shard(Protocol):
@@ -498,7 +498,7 @@ def fit_shards(
     *,
     folder: str | Path,
     standardize: bool = False,
-    most: int = 6,
+    most_passes: int = 6,
     tolerance: float = 2e-3,
     seed: int = 0,
     engine: Engine = local_processes,
@@ -509,7 +509,9 @@ def fit_shards(
     shapes = [rows.shape for rows in opened]
     if len({length for _, length in shapes}) != 1:
         raise UsageError(f"Shards of shapes {shapes} are not parts of one matrix.", cure="Give rows of one length.")
-    plan = _planned(components, sum(rows for rows, _ in shapes), shapes[0][1], standardize, most, tolerance, seed)
+    plan = _planned(
+        components, sum(rows for rows, _ in shapes), shapes[0][1], standardize, most_passes, tolerance, seed
+    )
     with Job.open(folder, key={"plan": plan, "rows": list(shards)}, of="a fit") as job:
 
         def shared(iteration: Iteration, begun: tuple[Sums, int] | None) -> Sums:

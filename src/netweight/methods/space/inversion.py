@@ -352,14 +352,14 @@ def _loss(model: TextToImage, targets: Sequence[InversionTarget], task: Inversio
         raise UsageError(f"{names} cannot be inverted: {error.reason}", cure=error.cure) from error
 
 
-def _batches(targets: Sequence[InversionTarget], most: int) -> Iterator[list[int]]:
+def _batches(targets: Sequence[InversionTarget], most_rows: int) -> Iterator[list[int]]:
     """Batches of targets, by number, whose images agree in number and size."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, target in enumerate(targets):
         alike.setdefault(tuple(target.images.shape), []).append(place)
     for places in alike.values():
-        for start in range(0, len(places), most):
-            yield places[start : start + most]
+        for start in range(0, len(places), most_rows):
+            yield places[start : start + most_rows]
 
 
 def _digest(target: InversionTarget) -> Mapping[str, Any]:

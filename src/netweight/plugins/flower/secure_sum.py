@@ -47,7 +47,8 @@ CLIP = 2.0
 # A sum over fewer clients is refused by both sides.
 FEWEST = 3
 
-_MOST = 1000  # words have 32 bits, values 22
+# Words have 32 bits, and values 22.
+_MOST_CLIENTS = 1000
 # The smallest share of a round's clients that must remain to the end, or must collude to remove a client's mask.
 _THRESHOLD = 2 / 3
 _LOG = logging.getLogger(__name__)
@@ -185,10 +186,12 @@ def masked_sum(context: Context, groups: int = 1) -> Summed:
                 f"The aggregator {name} compares single updates, which a secure sum hides.",
                 cure="Set aggregator='mean', or sums=3 or more.",
             )
-        if len(trial.messages) > _MOST:
+        if len(trial.messages) > _MOST_CLIENTS:
             raise UsageError(
-                f"A sum over {len(trial.messages)} clients could overflow its integers; up to {_MOST} can be summed.",
-                cure=f"Ask at most {_MOST} clients in a round: give server_app a Federation with a smaller `fraction`.",
+                f"A sum over {len(trial.messages)} clients could overflow its integers; up to {_MOST_CLIENTS} can be "
+                "summed.",
+                cure=f"Ask at most {_MOST_CLIENTS} clients in a round: give server_app a Federation with a smaller "
+                "`fraction`.",
             )
         # A weight is what the client said before any sum, and no more than the bound: one that says more takes no part.
         weights = over.nodes.examples

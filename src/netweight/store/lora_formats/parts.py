@@ -268,7 +268,7 @@ def _shapes_turned(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path
 def _tensors_of(store: Store, part: AdapterPart) -> dict[Role, Tensor]:
     """The tensors of a part by role."""
     return _turned(
-        {role: _plain(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
+        {role: _widened(store.get(name)) for role, name in part.tensors.items() if role not in ("alpha", "up_bias")}
     )
 
 
@@ -389,6 +389,6 @@ def _own_rows(change: LowRank, rows: RowRanges) -> LowRank:
     return LowRank(change.down[used], up[:, used], change.scale)
 
 
-def _plain(tensor: Tensor) -> Tensor:
+def _widened(tensor: Tensor) -> Tensor:
     """fp8 has no arithmetic; fp16 holds all its values."""
     return tensor.half() if tensor.itemsize == 1 else tensor

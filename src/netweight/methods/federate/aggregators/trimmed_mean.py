@@ -55,8 +55,8 @@ class CoordinateMedian(AggregatorSettings):
         return _trimmed(state, updates, len(updates))
 
 
-def _trimmed(state: Tensors, updates: Sequence[Update], most: int) -> list[Update]:
-    cut = min(most, (len(updates) - 1) // 2)
+def _trimmed(state: Tensors, updates: Sequence[Update], most_cut: int) -> list[Update]:
+    cut = min(most_cut, (len(updates) - 1) // 2)
     return _by_coordinate(state, updates, lambda values: values[:, cut : values.shape[1] - cut].mean(1))
 
 

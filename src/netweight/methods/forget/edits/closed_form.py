@@ -124,8 +124,8 @@ def _change(memorized: Tensor, anchor: Tensor, shares: Tensor, ordinary: Tensor,
 
     energy = ordinary.T @ ordinary / len(ordinary)
     energy += ridge * energy.diagonal().mean() * torch.eye(len(energy)).to(energy)
-    led = (shares * memorized).flatten(0, 1)
-    target, given = energy + anchor.flatten(0, 1).T @ led, energy + memorized.flatten(0, 1).T @ led
+    weighted = (shares * memorized).flatten(0, 1)
+    target, given = energy + anchor.flatten(0, 1).T @ weighted, energy + memorized.flatten(0, 1).T @ weighted
     change: Tensor = torch.linalg.solve(given, target, left=False)
     return change
 

@@ -131,10 +131,10 @@ def calibrated(
     model: TextToImage, ordinary: Sequence[str], config: DetectionConfig, *, folder: Path | Job, progress: Any
 ) -> tuple[Threshold, list[MemorizationScore]]:
     """Calibrate a threshold on every second ordinary prompt; return it with the scores of the others."""
-    from netweight.methods.forget.detect import calibrate, detect_resumably, look_of
+    from netweight.methods.forget.detect import calibrate, detect_resumably, detection_settings
 
     scores = detect_resumably(model, ordinary, config, folder=folder, progress=progress)
-    return calibrate(scores[::2], model=model.identity(), look=look_of(model, config)), scores[1::2]
+    return calibrate(scores[::2], model=model.identity(), detection=detection_settings(model, config)), scores[1::2]
 
 
 def neurons_of_file(task: EditTask, neurons: Path) -> tuple[Units, list[Localization]]:

@@ -271,17 +271,17 @@ class EditTraining:
             group["lr"] = edit.lr * min(1, (step + 1) / _WARM_UP) * (1 + math.cos(math.pi * step / edit.steps)) / 2
         self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
-        most = self.at_once
+        most_rows = self.at_once
         # The gradient of the mean over the batch is the sum over its parts.
-        for part in _slices(len(rows), most):
+        for part in _slices(len(rows), most_rows):
             given = noisy[part], times[part], text.rows(range(part.start, part.stop))
             target = self._original(*given)
             loss = difference(self.model, self.model.predict(*given), target, times[part], edit.error).sum()
             total += self._backward(loss / edit.batch, step)
-        if memorized <= most:
+        if memorized <= most_rows:
             total += self._memorized_part(questions, generator, step)
         else:
-            for question in _parts(questions, most):
+            for question in _parts(questions, most_rows):
                 total += self._memorized_part(question, generator, step)
         nn.utils.clip_grad_norm_(self.weights.values(), 1.0)
         self.optimizer.step()
@@ -449,14 +449,14 @@ def _turned(picture: Tensor, count: int) -> list[Tensor]:
     return [picture[list(order)].flip(flip) for order, flip in spread[:count]]
 
 
-def _slices(count: int, most: int) -> Iterator[slice]:
-    for start in range(0, count, most):
-        yield slice(start, min(start + most, count))
+def _slices(count: int, most_rows: int) -> Iterator[slice]:
+    for start in range(0, count, most_rows):
+        yield slice(start, min(start + most_rows, count))
 
 
-def _parts(questions: MemorizedBatch, most: int) -> Iterator[MemorizedBatch]:
+def _parts(questions: MemorizedBatch, most_rows: int) -> Iterator[MemorizedBatch]:
     """Questions in parts of at most so many rows, each with its share of memorized pictures."""
-    for part in _slices(len(questions.pairs), most):
+    for part in _slices(len(questions.pairs), most_rows):
         places = range(part.start, part.stop)
         begin, end = (min(max(side, part.start), part.stop) - part.start for side in (
             questions.unlearned.start, questions.unlearned.stop

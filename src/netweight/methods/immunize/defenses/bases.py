@@ -59,7 +59,7 @@ class WithOriginal(Defense[S]):
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
         language_model.structure_of(model)  # refuses what is not a decoder
-        steps.whole_alone(self, model)
+        steps.refuse_sharded(self, model)
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         try:
             yield
@@ -88,6 +88,6 @@ class MovesWeights(LooksAhead[S]):
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        steps.whole_alone(self, model)
+        steps.refuse_sharded(self, model)
         with super().preparation(model, seed=seed):
             yield

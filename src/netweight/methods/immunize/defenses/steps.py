@@ -49,7 +49,7 @@ def blocks_at(model: nn.Module, *numbers: int) -> list[str]:
     return list(dict.fromkeys(blocks[math.ceil(number / 32 * len(blocks)) - 1] for number in numbers))
 
 
-def whole_alone(defense: Defense[Any], model: nn.Module) -> None:
+def refuse_sharded(defense: Defense[Any], model: nn.Module) -> None:
     if any(map(is_sharded, model.parameters())):
         raise Unsupported(
             f"The defense {defense.name} copies weights, which is not possible if they are sharded.",

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 _AXES = 4  # components that can be put on the map's axes
 # The most bytes that a page may contain, before base64.
-_MOST = 3_700_000
+_MOST_BYTES = 3_700_000
 # What the page's engine reads off the weights of a U-Net, or needs not know once times are embedded.
-_FREE = {
+_IRRELEVANT_CONFIG = {
     "sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "mid_block_type",
     "block_out_channels", "layers_per_block", "transformer_layers_per_block", "cross_attention_dim",
     "attention_head_dim", "norm_num_groups", "norm_eps", "use_linear_projection", "flip_sin_to_cos", "freq_shift",
@@ -197,14 +197,14 @@ def _facts(model: TextToImage, space: WeightSpace, start: str, settings: RenderS
     }
 
 
-def _thinned(n: int, most: int) -> list[int]:
-    """At most `most` of n models, evenly chosen.
+def _thinned(n: int, count: int) -> list[int]:
+    """At most `count` of n models, evenly chosen.
 
-    `most`: largest number, at least 1.
+    `count`: largest number, at least 1.
     """
-    if most < 1:
+    if count < 1:
         raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
-    numbers: list[int] = torch.linspace(0, n - 1, min(n, most)).round().long().tolist()
+    numbers: list[int] = torch.linspace(0, n - 1, min(n, count)).round().long().tolist()
     return numbers
 
 
@@ -297,7 +297,7 @@ def live_pipeline(
         "heads": next((each.heads for each in unet.modules() if hasattr(each, "heads")), 1),
     }  # fmt: skip
     live = LivePipeline({**tensors, **weights}, config, reader.reads if reader else ())
-    return live if live.nbytes <= _MOST else f"it would take {quantities.size(live.nbytes)} of the page"
+    return live if live.nbytes <= _MOST_BYTES else f"it would take {quantities.size(live.nbytes)} of the page"
 
 
 def _unfit(pipeline: Any, space: WeightSpace) -> str:
@@ -307,10 +307,14 @@ def _unfit(pipeline: Any, space: WeightSpace) -> str:
         return "its denoiser is not a UNet2DConditionModel"
     if (basis := space.basis.combinations) is None:
         return "components of its space are not combinations of adapters"
-    if 2 * sum(each.numel() for each in unet.parameters()) > _MOST or basis.bank.nbytes > 4 * _MOST:
+    if 2 * sum(each.numel() for each in unet.parameters()) > _MOST_BYTES or basis.bank.nbytes > 4 * _MOST_BYTES:
         return "its U-Net or the bank is too large"
     usual = {name: each.default for name, each in inspect.signature(type(unet)).parameters.items()}
-    other = {name for name, value in unet.config.items() if name in usual.keys() - _FREE and value != usual[name]}
+    other = {
+        name
+        for name, value in unet.config.items()
+        if name in usual.keys() - _IRRELEVANT_CONFIG and value != usual[name]
+    }
     other |= {*unet.config.down_block_types, *unet.config.up_block_types, unet.config.mid_block_type} - _BLOCKS
     return f"its U-Net has an unusual {' and '.join(sorted(map(str, other)))}" if other else ""
 

@@ -432,7 +432,7 @@ def _map_data(points: AdapterMap) -> dict[str, Any]:
         "names": list(points.names),
         "axes": list(points.axes),
         "coordinates": _rounded(points.coordinates, 4),
-        "labels": {name: [_plain(each) for each in values] for name, values in points.labels.items()},
+        "labels": {name: [_json_label(each) for each in values] for name, values in points.labels.items()},
         "neighbors": _neighbor_data(points.neighbors),
         "across": math.ceil(math.sqrt(len(points.names))),
     }
@@ -473,7 +473,7 @@ def _rounded(values: NDArray[np.float64], digits: int) -> list[list[float]]:
     return [[float(f"{each:.{digits}g}") for each in row] for row in values.tolist()]
 
 
-def _plain(value: Any) -> Any:
+def _json_label(value: Any) -> Any:
     """A label as JSON has it; numpy's numbers are none to it."""
     return value.item() if isinstance(value, np.generic) else value
 
