@@ -317,12 +317,12 @@ def _settled(
     report: Report,
 ) -> list[bool]:
     """Refuse rows or report those left out, and return which are kept."""
-    unusable_rows.settle(unusable, len(texts), report)
+    unusable_rows.finish_round(unusable, len(texts), report)
     # Answers are cut, prompts never are.
     reasons = [reason for errors in long_rows.by_row.values() for reason in errors]
     cut = ", cut answers with --too-long cut" if too_long == "refuse" and not any(map(_of_prompt, reasons)) else ""
     cure = f"Shorten these rows{cut}, or leave them out with --too-long drop."
-    long_rows.settle("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
+    long_rows.finish_round("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
     bad = unusable_rows.by_row.keys() | long_rows.by_row.keys()
     return [text.where not in bad for text in texts]
 

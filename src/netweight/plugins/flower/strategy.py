@@ -333,7 +333,7 @@ class OverGrid:
                 updates.append(Update(client, 0, {}, trial.round, fault=Fault(error.reason, "error")))
         return updates
 
-    def settle(self, done: Round) -> None:
+    def finish_round(self, done: Round) -> None:
         """Keep nothing: clients keep what is theirs."""
 
     def before_retry(self) -> None:
