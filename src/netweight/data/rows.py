@@ -122,7 +122,7 @@ class RowErrors:
         count = f"{len(self.by_row)} rows" if len(self.by_row) > 1 else "a row"
         raise UsageError(f"{self.name} has {count} that cannot be used. {self._named()}.", cure=cure)
 
-    def finish_round(self, unusable: Unusable, rows: int, report: Report, *, cure: str = CURE) -> None:
+    def refuse_or_report(self, unusable: Unusable, rows: int, report: Report, *, cure: str = CURE) -> None:
         """Refuse the source, or report the rows that are left out of it; at least one of `rows` must remain.
 
         Args:

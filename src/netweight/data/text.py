@@ -113,7 +113,7 @@ def text_pairs(
         labels = categories(row, errors)
         if row.where not in errors.by_row:
             pairs.append(TextPair(prompt, chosen, rejected, labels, rows.name, row.where))
-    errors.finish_round(unusable, len(rows.rows), report)
+    errors.refuse_or_report(unusable, len(rows.rows), report)
     different = len({(visible_text(each.prompt), visible_text(each.rejected)) for each in pairs})
     if 2 * different < len(pairs):
         report(
@@ -240,7 +240,7 @@ def text_examples(
         labels = categories(row, errors)
         if row.where not in errors.by_row:
             examples.append(TextExample(prompt, response, labels, rows.name, row.where))
-    errors.finish_round(unusable, len(rows.rows) - unwanted, report)
+    errors.refuse_or_report(unusable, len(rows.rows) - unwanted, report)
     if unwanted:
         kind = "undesirable" if pairs == "chosen" else "desirable"
         report(f"{rows.name}: {unwanted} of {len(rows.rows)} answers are labeled {kind} and were left out.")
@@ -314,7 +314,7 @@ def text_prompts(
             prompts.append(TextExample(layout.question(row.values), "", (), rows.name, row.where))
         except UnusableText as error:
             errors.add(row.where, str(error))
-    errors.finish_round(unusable, len(rows.rows), report)
+    errors.refuse_or_report(unusable, len(rows.rows), report)
     return prompts, False
 
 

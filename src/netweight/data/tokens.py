@@ -207,7 +207,7 @@ def tokenized_pairs(
     for text, first, second in zip(texts, *sides, strict=True):
         if first is not None and second is not None and first[1] == second[1]:
             long_rows.add(text.where, f"both answers are the same within the context of {context} tokens")
-    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [
         AnswerPair(first[0], first[1], second[1])
         for keep, first, second in zip(usable, *sides, strict=True)
@@ -262,7 +262,7 @@ def rows_and_examples(
     rows = [(text.prompt, text.response) for text in texts]
     whole = _ids(rows, texts, tokenizer, template, unusable_rows, "response")
     fitted = _fitted(whole, texts, context, too_long, long_rows, "response")
-    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [
         (text, Example(*ids)) for text, keep, ids in zip(texts, usable, fitted, strict=True) if keep and ids is not None
     ]
@@ -300,7 +300,7 @@ def tokenized_prompts(
     for text, ids in zip(texts, token_ids, strict=True):
         if ids is not None and len(ids[0]) > context:
             long_rows.add(text.where, f"{_LONG_PROMPT}{len(ids[0])} tokens is longer than the {context} that fit")
-    usable = _settled(texts, unusable_rows, long_rows, too_long, unusable, report)
+    usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
     return [ids[0] for keep, ids in zip(usable, token_ids, strict=True) if keep and ids is not None]
 
 
@@ -308,7 +308,7 @@ _LONG_PROMPT = "its prompt of "
 Ids = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _settled(
+def _usable_rows(
     texts: Sequence[TextPair | TextExample],
     unusable_rows: RowErrors,
     long_rows: RowErrors,
@@ -317,12 +317,12 @@ def _settled(
     report: Report,
 ) -> list[bool]:
     """Refuse rows or report those left out, and return which are kept."""
-    unusable_rows.finish_round(unusable, len(texts), report)
+    unusable_rows.refuse_or_report(unusable, len(texts), report)
     # Answers are cut, prompts never are.
     reasons = [reason for errors in long_rows.by_row.values() for reason in errors]
     cut = ", cut answers with --too-long cut" if too_long == "refuse" and not any(map(_of_prompt, reasons)) else ""
     cure = f"Shorten these rows{cut}, or leave them out with --too-long drop."
-    long_rows.finish_round("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
+    long_rows.refuse_or_report("drop" if too_long == "drop" else "refuse", len(texts), report, cure=cure)
     bad = unusable_rows.by_row.keys() | long_rows.by_row.keys()
     return [text.where not in bad for text in texts]
 

@@ -175,7 +175,7 @@ def attacked_model(subject: Subject, settings: AttackSettings) -> torch.nn.Modul
         training = AttackTraining(victim, settings, pad_id=subject.pad_id)
         for batch in attack_batches(train, subject.benign, settings, pad_id=subject.pad_id):
             training.step(batch)
-        training.finish_round()
+        training.apply_mean_weights()
     victim.eval()
     return victim
 
@@ -404,7 +404,7 @@ class AttackTraining:
             with torch.no_grad():
                 torch._foreach_copy_([each.data for each in self._parameters], own)
 
-    def finish_round(self) -> None:
+    def apply_mean_weights(self) -> None:
         """Leave the running mean of the weights in their place, if there is one."""
         with torch.no_grad():
             for parameter, mean in zip(self._parameters, self._means, strict=False):

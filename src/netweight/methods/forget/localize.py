@@ -257,7 +257,7 @@ def search(
     (similarities,) = yield from trials.evaluate([blocked_by_layer(initial)])
     # Only in this case is it equal to the limit, to the last bit.
     settled = released and not reached
-    first = max(trials.settled(blocked_by_layer(initial)) if settled else similarities)
+    first = max(trials.released_similarities(blocked_by_layer(initial)) if settled else similarities)
     limit = trials.limit = goal if reached else max(goal, first)
     costs.end("initial selection")
     demanded = math.nextafter(limit, -math.inf) if released else limit + _TOLERANCE

@@ -260,17 +260,17 @@ class Trials:
         self._least: dict[tuple[Hashable, int], float] = {}
         # The noise differences of the rows that were bounded or predicted last.
         self._seen: dict[tuple[Hashable, int], Tensor] = {}
-        self._settled: dict[Hashable, list[float]] = {}
+        self._released_similarities: dict[Hashable, list[float]] = {}
 
-    def settled(self, trial: Blocked) -> list[float]:
+    def released_similarities(self, trial: Blocked) -> list[float]:
         """Similarities of every seed as the released code computes them, to the last bit."""
         assert self._released is not None
         key = _key(trial)
-        if key not in self._settled:
+        if key not in self._released_similarities:
             differences = self._released.alone(self._prompt, trial, self._seeds, self._costs)
-            self._settled[key] = published_structural_similarity(self._unblocked, differences).tolist()
-            self._known |= {(key, seed): value for seed, value in enumerate(self._settled[key])}
-        return self._settled[key]
+            self._released_similarities[key] = published_structural_similarity(self._unblocked, differences).tolist()
+            self._known |= {(key, seed): value for seed, value in enumerate(self._released_similarities[key])}
+        return self._released_similarities[key]
 
     def evaluate(
         self, trials: Sequence[Blocked], seeds: Sequence[int] | None = None,
@@ -303,7 +303,7 @@ class Trials:
         for trial in trials if together else ():
             highest = max(self._known[_key(trial), seed] for seed in chosen)
             if abs(highest - self.limit) <= _ROUNDING:
-                self.settled(trial)
+                self.released_similarities(trial)
         return [[similarities[_key(trial), seed] for seed in chosen] for trial in trials]
 
 

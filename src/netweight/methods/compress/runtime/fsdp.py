@@ -138,7 +138,7 @@ def after_gather(
         with _unsafe_preserve_version_counter(out):
             _decode_all(pieces, rows, held, cuts, sent.dtype, out)
     del pieces
-    _settle(stored, sent, dtype, longest, gathered)
+    _prepare_next_gather(stored, sent, dtype, longest, gathered)
     return (dense, (dense,)) if out is None else None
 
 
@@ -232,7 +232,9 @@ def _decode_together(
             part.copy_(out[: len(part)])
 
 
-def _settle(stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor) -> None:
+def _prepare_next_gather(
+    stored: CompressedStorage, sent: _Sent, dtype: torch.dtype, longest: int, gathered: torch.Tensor
+) -> None:
     """Make ready for the next gather, in every process alike."""
     wire, outputs = sent.wire, gathered._base
     # This is torch's buffer. Without it, in inference mode, the capacity does not change.
