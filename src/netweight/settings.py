@@ -77,7 +77,8 @@ def _model(value: Any) -> Path:
 # A model as an option: a folder, a file, or the id of a model on the Hugging Face hub, which is fetched or found there.
 ModelPath: TypeAlias = Annotated[Path, pydantic.BeforeValidator(_model)]
 
-_LISTS = (list, set, frozenset, Sequence, AbstractSet)  # collections of one type; and tuple[T, ...]
+# Collections of one type; `tuple[T, ...]` is one, too.
+_LISTS = (list, set, frozenset, Sequence, AbstractSet)
 
 
 @final

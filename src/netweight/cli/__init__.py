@@ -193,7 +193,8 @@ class Commands(click.Group):
         as_json = bool(ctx.meta["netweight.json"])
         try:
             return super().invoke(ctx)
-        except click.UsageError as error:  # click writes it to standard error
+        except click.UsageError as error:
+            # Click writes this error to standard error.
             if as_json:
                 _report_json("UsageError", error.format_message())
             raise
@@ -278,7 +279,8 @@ def _end_orderly() -> None:
 
     if threading.current_thread() is threading.main_thread():
         for name in _ENDING:
-            number = getattr(signal, name, None)  # Windows has no SIGHUP
+            # Windows does not have SIGHUP.
+            number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, terminate)
 

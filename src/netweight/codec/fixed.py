@@ -48,7 +48,8 @@ from netweight.errors import CorruptBlob, Unsupported
 MAGIC = b"NWF"
 VERSION = 1
 TILE_ROWS, TILE_COLUMNS, TILE_BYTES = 16, 64, 1536
-TILES_AT = 128  # byte of the payload where the tiles begin
+# Byte of the payload where the tiles begin.
+TILES_AT = 128
 # An escape stores its column in 16 bits.
 MOST_COLUMNS = 1 << 16
 # With this base the largest exponent is 142, and 2 ** (base - 1) is a bf16 number with which kernels multiply.
@@ -63,7 +64,8 @@ _BF16 = 1
 _CODES = 15
 # Weights that are processed at a time. Encoding and decoding need a few times this memory.
 _STEP = 1 << 20
-_SIGNS = 0x807F  # sign and mantissa of a bf16 number
+# Sign and mantissa of a bf16 number.
+_SIGNS = 0x807F
 _A_FIXED_WEIGHT = in_our_words("a weight in the fixed-length form")
 _A_BLOB = in_our_words("a blob")
 
@@ -188,7 +190,8 @@ def _exponents(flat: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
     counts = torch.zeros(256, dtype=torch.int64, device=flat.device)
     zeros = torch.zeros((), dtype=torch.int64, device=flat.device)
     for part in torch.split(flat, _STEP):
-        counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)  # uint8 drops the sign
+        # The conversion to uint8 drops the sign.
+        counts += torch.bincount((part >> 7).to(torch.uint8), minlength=256)
         zeros += ((part & 0x7FFF) == 0).sum()
     return counts, zeros
 
@@ -216,7 +219,8 @@ def _codes_of(bits: torch.Tensor, base: int) -> tuple[torch.Tensor, torch.Tensor
 
 def _write_tiles(bits: torch.Tensor, codes: torch.Tensor, tiles: torch.Tensor) -> None:
     """Put whole rows of tiles into their places; `tiles` is of shape (rows of tiles, columns of tiles, 1536)."""
-    places = (tiles.shape[0], 2, 8, tiles.shape[1], 4, 2, 2, 2, 2)  # tile, h, g; tile, t, q / 2, q % 2, p, e
+    # The axes are: tile, h, g; tile, t, q / 2, q % 2, p, e.
+    places = (tiles.shape[0], 2, 8, tiles.shape[1], 4, 2, 2, 2, 2)
     room = (0, tiles.shape[1] * TILE_COLUMNS - bits.shape[1], 0, tiles.shape[0] * TILE_ROWS - bits.shape[0])
     bits, codes = (torch.nn.functional.pad(values, room).view(places) for values in (bits, codes))
     mantissas = (bits & 0x7F).to(torch.uint8).permute(0, 3, 5, 2, 4, 6, 7, 8, 1)

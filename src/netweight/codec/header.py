@@ -63,7 +63,8 @@ class ElementType:
     @property
     def default_chunk_log2(self) -> int:
         """Binary logarithm of the numbers in a chunk unless the caller chooses."""
-        return 20 if self.name == "BOOL" else 18 if self.number_bytes <= 2 else 17  # masks take few bits
+        # Masks take few bits, so that their chunks have more numbers.
+        return 20 if self.name == "BOOL" else 18 if self.number_bytes <= 2 else 17
 
 
 ELEMENT_TYPES = (
@@ -211,7 +212,8 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
 
 MAGIC = b"NWT"
 VERSION = 1
-HAS_BASE, HAS_CPU_MODES = 0x80, 0x40  # flags beside the level
+# These flags stand beside the level in its byte.
+HAS_BASE, HAS_CPU_MODES = 0x80, 0x40
 # The marker, five fields of a byte, the digest (16 bytes) and the checksum (4 bytes).
 FIXED_HEADER = 28
 

@@ -81,7 +81,8 @@ class Rounding:
             return rounding
         # Nine bits of normalizer times seven at most fit the mantissa of a float32, so that no rounding follows there.
         own = Fraction(1, 2 ** (self.element.mantissa_bits + 1) + 1) if self.element.mantissa_bits < 15 else Fraction(0)
-        times = 2 if self.fidelity == "reference" else 1  # the quotient is rounded, too
+        # The reference also rounds the quotient.
+        times = 2 if self.fidelity == "reference" else 1
         return (1 + rounding) * (1 + own) ** times - 1
 
 
@@ -386,6 +387,7 @@ def _places(gaps: Bytes, count: int) -> npt.NDArray[np.int64]:
     if (steps >= count).any():
         raise corrupt("a weight that is kept exactly lies outside the tensor")
     places = np.cumsum(steps.astype(np.int64) + 1) - 1
-    if (np.diff(places, prepend=-1) <= 0).any() or places[-1] >= count:  # the sum may run over
+    # The sum of the gaps may overflow.
+    if (np.diff(places, prepend=-1) <= 0).any() or places[-1] >= count:
         raise corrupt("a weight that is kept exactly lies outside the tensor")
     return places

@@ -310,7 +310,8 @@ def _weights_of(
 ) -> Bytes:
     """The bytes of weights, without those kept exactly; `first` is the first word's place in its block."""
     code = (words & np.uint16(0x7FFF)).astype(np.uint32)
-    most = (255 << mantissa_bits) - (not reference)  # infinity has the largest word
+    # Infinity has the largest word.
+    most = (255 << mantissa_bits) - (not reference)
     if ((code > most) | ((code != 0) & (code < 1 << mantissa_bits))).any():
         raise corrupt("a word stands for no number")
     bits = code << np.uint32(23 - mantissa_bits) | (words & np.uint16(0x8000)).astype(np.uint32) << 16

@@ -149,7 +149,8 @@ def _goes_on(numbers: Integers, element: ElementType) -> bool:
 
 # ---- runs of two values, as of masks ---------------------------------------------------------------------------------
 
-_PAIRS, _LONGEST, _LEAST_OF_RUNS = BY_NAME["U32"], 65535, 64  # type of lengths, the longest run, the least mean length
+# Type of lengths, the longest run, the least mean length.
+_PAIRS, _LONGEST, _LEAST_OF_RUNS = BY_NAME["U32"], 65535, 64
 
 
 def _write_runs(data: Bytes, level: int) -> bytes:
@@ -291,7 +292,8 @@ def write_plane(plane: PlaneStatistics, data: Bytes, level: int, nesting: int) -
         return joints[0]
     dense = min((_dense(plane, elements, level, skewed), *joints), key=len)
     if plane.low_byte and not plane.nested and len(elements) >= SMALLEST and dense[0] == RAW:
-        return dense  # the usual tail is noise
+        # Lower bytes are usually noise.
+        return dense
     trial = _skewed(plane, probe, elements, level, nesting) if skewed else None
     return dense if trial is None or 200 * len(trial) > 199 * len(dense) else trial
 
@@ -306,7 +308,8 @@ def _dense(plane: PlaneStatistics, elements: Integers, level: int, skewed: bool)
         packed = 1 + -(-len(widths) // 2) + 8 * int(widths.sum())
     if len(data) < SMALLEST:
         return _packed(elements, widths) if plane.nested and plane.width == 1 and packed < len(data) else raw
-    worthwhile = (len(data) * 8 * COST) // 200 * 199  # half a percent at least
+    # At least half a percent must be saved.
+    worthwhile = (len(data) * 8 * COST) // 200 * 199
     sample = 1 if plane.nested or count < 1 << 16 else sampling(level)
     streams = 1 if count < 1 << (17 if plane.nested else 14) else 2 if count < 1 << 18 else 4
     least = _LEAST_PER_STREAM * 8 * COST if skewed else 0
@@ -464,7 +467,8 @@ def _read_sparse(
 _MOST_NUMBERS, _MOST_VALUES = 255, 8
 # Below this count of elements, the lists take more than they save.
 _LEAST_OF_JOINT = 1 << 13
-_LISTS = 1024  # bytes of lists and header at most
+# Bytes of lists and header at most.
+_LISTS = 1024
 # An exponent of at least one element in this many is also distinguished by bits of the mantissa.
 _FINE_SHARE = 64
 
@@ -485,7 +489,8 @@ def _joint(plane: PlaneStatistics, elements: Integers, finer: int, level: int) -
 
     symbols = split.symbols(elements)
     counts = np.bincount(symbols, minlength=1 << split.symbol_bits)
-    left = counts.copy()  # about so many without the values
+    # These are about the counts without the values.
+    left = counts.copy()
     for symbol, often in zip(split.symbols(values).tolist(), occurrences.tolist(), strict=True):
         left[symbol] -= min(int(left[symbol]), often * count // sampled)
     by_exponent = left.reshape(-1, 1 << finer).sum(axis=1)
@@ -518,7 +523,8 @@ def _joint(plane: PlaneStatistics, elements: Integers, finer: int, level: int) -
             _numbers(numbers, level),
         )
     )
-    return joint if 100 * len(joint) <= 199 * count else None  # half a percent at least
+    # At least half a percent must be saved.
+    return joint if 100 * len(joint) <= 199 * count else None
 
 
 def _in_blocks(fields: Integers) -> Bytes:

@@ -14,9 +14,11 @@ from netweight.codec.header import ByteReader, Bytes, corrupt, little
 from netweight.codec.numpy_tables import WIDE_RANS, WIDE_SLOTS, CoderChoice, Counts, Integers, Slots, Split
 
 Words = npt.NDArray[np.uint16]
-Patches = list[tuple[int, int]]  # position and symbol, ascending
+# Each entry is a position and a symbol; positions ascend.
+Patches = list[tuple[int, int]]
 
-LITERAL, SKIP = 14, 15  # codes of a patch; smaller ones number the rare symbols
+# Codes of a patch; smaller ones number the rare symbols.
+LITERAL, SKIP = 14, 15
 SPREAD = 4096  # gaps that a patch can state
 
 # Lane i of a row of 64 holds the row's element LANE_ORDER[element_bytes][i]. Two-byte elements stand in the order in
@@ -173,7 +175,8 @@ def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
 
     sizes = [(reader.number(3, "a plane's header"), reader.number(3, "a plane's header")) for _ in range(streams)]
     halves = reader.read(128 * streams, "a plane's states").reshape(streams, 2, 64).astype(np.int64)
-    state = halves[:, 0] | halves[:, 1] << 8  # 64 low bytes, then 64 high bytes
+    # The states are stored as 64 low bytes, then 64 high bytes.
+    state = halves[:, 0] | halves[:, 1] << 8
     if (state < 256).any():
         raise corrupt("a plane's states are out of range")
 
@@ -195,7 +198,8 @@ def read_rans(reader: ByteReader, width: int, count: int, steep: bool) -> Words:
         state = slots_of.frequency[slot] * (state >> 8) + slots_of.rank[slot]
         hungry = state < 256
         taken = np.cumsum(hungry, axis=1)
-        fresh = np.minimum(at[:, None] + taken - 1, len(body) - 1)  # past the end only in damaged streams
+        # Only damaged streams run past the end.
+        fresh = np.minimum(at[:, None] + taken - 1, len(body) - 1)
         state = np.where(hungry, state << 8 | body[fresh], state)
         at = at + taken[:, -1]
     final = (state & 255).astype(np.uint8)
@@ -311,7 +315,8 @@ def read_wide(reader: ByteReader, width: int, count: int) -> Words:
         state = slots_of.frequency[slot] * (state >> 12) + slots_of.rank[slot]
         hungry = state < 1 << 16
         taken = np.cumsum(hungry)
-        fresh = np.minimum(at + taken - 1, length)  # past the end only in damaged streams
+        # Only damaged streams run past the end.
+        fresh = np.minimum(at + taken - 1, length)
         state = np.where(hungry, state << 16 | body[fresh], state)
         at += int(taken[-1])
     if at != length or (state != 1 << 16).any():

@@ -113,7 +113,8 @@ class PlaneStatistics:
         if self.fractions is None:
             least, most = (0, 5) if self.width == 1 else (6 if level == MAX else 8, 12)
         else:
-            most = 1 + self.fractions  # sign and mantissa raw: the symbol is the exponent
+            # Sign and mantissa are raw at most; then the symbol is the exponent.
+            most = 1 + self.fractions
             narrow = self.width == 1 or self.exponent_bits == 5
             finest = {FAST: 0, DEFAULT: 1 + narrow, HIGH: 2 + narrow, MAX: 3}[level]
             least = max(1, most - finest) - self.one_sign
@@ -190,7 +191,8 @@ def choose_whole(elements: Integers, level: int, sample: int, best: CoderChoice 
     wide = wide_table(counts, whole)
     if wide is not None:
         cost = wide.cost * len(elements) // total
-        if (cost if level == MAX else cost + cost // 32) < best.cost:  # it decodes more slowly
+        # The table must save 1/32, because it decodes more slowly.
+        if (cost if level == MAX else cost + cost // 32) < best.cost:
             best = replace(wide, cost=cost)
     return best
 

@@ -59,8 +59,10 @@ class TiledBlob:
     ) -> None:
         element = element_type(dtype)
         self._older = older
-        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)  # where chunks of the older blob end
-        self._placed = 0  # end of the new chunks in the older blob's memory
+        # Ends of the chunks of the older blob.
+        self._ends: npt.NDArray[np.int64] = np.empty(0, np.int64)
+        # End of the new chunks in the older blob's memory.
+        self._placed = 0
         if older is not None:
             header = read_header(older[:size])
             if header.base_digest:
@@ -74,7 +76,8 @@ class TiledBlob:
         self._threads, self._ended = threads, False
         # Number of chunks that were encoded.
         self._chunks = 0
-        self._waiting: deque[Bytes] = deque()  # encoded tiles that have no place yet
+        # Encoded tiles for which there is no room yet.
+        self._waiting: deque[Bytes] = deque()
 
     @property
     def chunk(self) -> int:
@@ -157,7 +160,8 @@ class TiledBlob:
         header = self._header.header()
         start = len(header)
         if self._older is None:
-            self._placed = start  # all tiles still wait
+            # All tiles still wait.
+            self._placed = start
         elif memory.ctypes.data != self._older.ctypes.data:
             memory[start : self._placed] = self._older[start : self._placed]
         memory[:start] = as_bytes(header)

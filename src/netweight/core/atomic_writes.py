@@ -122,7 +122,8 @@ def exchange(first: Path, second: Path) -> bool:
     """Swap two paths of one file system in a single step."""
     if _WINDOWS:
         return False
-    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    # These are AT_FDCWD and RENAME_EXCHANGE of Linux.
+    here, swap = -100, 2
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False

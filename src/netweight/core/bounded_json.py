@@ -30,7 +30,8 @@ def parse_json(text: str | bytes, *, most_values: int | None = None, allowance: 
         raise ValueError(f"it contains {values:,} values, more than {allowance + most_values:,}")
     escapes = b"\\u" in data
     if isinstance(text, str):
-        del data  # a copy of the text, which may be long
+        # This copy of the text may be long.
+        del data
     parsed = json.loads(text if isinstance(text, str) else data.decode("utf-8-sig"), object_pairs_hook=unique_fields)
     # An escaped half of a surrogate pair is not text, and cannot be written to a file or be part of a name.
     if escapes:

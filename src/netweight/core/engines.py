@@ -185,7 +185,8 @@ class _Events:
     """Ends of runs and messages of workers in one queue, in the order in which they come."""
 
     def __init__(self) -> None:
-        self.queue: queue.SimpleQueue[tuple[int, Any, bool]] = queue.SimpleQueue()  # index, value, whether it ended
+        # Entries are: index, value, True if the task ended.
+        self.queue: queue.SimpleQueue[tuple[int, Any, bool]] = queue.SimpleQueue()
         self._listener = Listener(authkey=os.urandom(16))
         self.address = (self._listener.address, cast("bytes", self._listener._authkey))  # type: ignore[attr-defined]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -204,7 +205,8 @@ class _Events:
             threading.Thread(target=self._read, args=(connection,), daemon=True).start()
 
     def _read(self, connection: Connection) -> None:
-        with contextlib.suppress(EOFError, OSError), connection:  # the worker has ended
+        # An error of the connection means that the worker has ended.
+        with contextlib.suppress(EOFError, OSError), connection:
             while True:
                 self.queue.put((*connection.recv(), False))
                 connection.send(None)
@@ -360,7 +362,8 @@ def _connect(address: str | None, workers: int | None, cpus: int) -> None:
         if workers is not None:
             given["num_cpus"] = workers * cpus
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)  # of what GPUs runs see
+        # Ray warns of a change in which GPUs tasks see, which does not matter here.
+        warnings.filterwarnings("ignore", "Tip: In future versions of Ray", FutureWarning)
         try:
             ray.init(**given)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

@@ -181,7 +181,8 @@ class Select:
         return self._choose(list(names), "name")
 
     def _objects(self, named: Iterable[tuple[str, Any]], kind: str) -> dict[str, Any]:
-        everything = {name: thing for name, thing in named if name}  # the model itself has no name
+        # The model itself has no name.
+        everything = {name: thing for name, thing in named if name}
         chosen: dict[str, Any] = {}
         identities: set[int] = set()
         for name in self._choose(list(everything), kind):

@@ -7,7 +7,8 @@ import os
 import sys
 import warnings
 
-_MARK = "_NETWEIGHT_QUIET"  # in the environment of workers of a quiet process
+# This variable is in the environment of workers of a quiet process.
+_MARK = "_NETWEIGHT_QUIET"
 _LOUD = ("torch", "torchao", "bitsandbytes", "huggingface_hub", "kernels")
 # Settings of libraries that are read when they are imported.
 _VARIABLES = {"TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error", "TORCH_LOGS": "-all"}
@@ -25,7 +26,8 @@ def quiet_libraries() -> None:
     # In a log, a progress bar would write a line for each step.
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if logging.lastResort is not None:  # loggers without a handler of their own
+    # This handler serves loggers without a handler of their own.
+    if logging.lastResort is not None:
         logging.lastResort.setLevel(logging.ERROR)
     for name in _LOUD:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -24,7 +24,8 @@ _ANY_END = re.compile("|".join(map(re.escape, _ENDS)))
 _ANY_BEGIN = re.compile(rf"\A\s*(?:{'|'.join(map(re.escape, _BEGINS))})\s*")
 # Marks of other families are recognized by their name: <reflection>, <|thinking|>, [REASONING], in any case.
 _NAME = r"[\w:.-]*(?:think|thought|reasoning|reflect|scratchpad|monologue|analysis)[\w:.-]*"
-_SHORT = r"(?:think|thought|reasoning)[\w-]*"  # other words in brackets are headings
+# Other words in brackets are headings.
+_SHORT = r"(?:think|thought|reasoning)[\w-]*"
 _NAMED = re.compile(rf"<\|{_NAME}\|>|<{_NAME}>|\[{_SHORT}\]", re.IGNORECASE)
 _NAMED_END = re.compile(rf"<\|(?:/|end_?(?:of_)?){_NAME}\|>|</{_NAME}>|\[/{_SHORT}\]", re.IGNORECASE)
 _FINAL_CHANNEL = "<|channel|>final<|message|>"

@@ -30,7 +30,8 @@ PHRASES = (
 """Beginnings and parts of refusals in several languages, in lower case and with ASCII apostrophes; users give their
 model's own."""
 
-_LARGEST_SHARE = 0.5  # share of refusals from which on answers are not harmful ones
+# Share of refusals from which on answers are not harmful ones.
+_LARGEST_SHARE = 0.5
 
 
 def refusals_among(answers: Sequence[Text]) -> int:

@@ -45,7 +45,8 @@ _UNREAD = ("tools", "functions", "images", "image", "videos", "video", "audios",
 """Columns beside the text that change what a model is asked."""
 _LEARNED = ("weight", "train", "training", "loss")
 _CALLS = ("tool_calls", "function_call")
-_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of spaces, control and format characters
+# Categories of spaces, control and format characters.
+_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _ROLES = {
@@ -299,7 +300,8 @@ def with_shared_prompt(layout: PromptColumns, names: Sequence[str], rows: Iterab
         try:
             conversation = text_of(values.get(column), column)
         except UnusableText:
-            continue  # named when the row is read
+            # The error is named when the row is read.
+            continue
         if isinstance(conversation, str) or conversation[-1]["role"] != "user":
             return layout
     return replace(layout, columns={**layout.columns, "prompt": column})

@@ -67,7 +67,8 @@ class TextExample:
 # Columns that call an answer desirable: of data for KTO (TRL's and LLaMA-Factory's), and of BeaverTails.
 _RATINGS = ("label", "kto_tag", "is_safe")
 _TRUTH = {True: True, False: False, "true": True, "false": False}
-_TURN = "\n\nAssistant:"  # begins an answer in conversations that are one text, as in Anthropic's preference data
+# These words begin an answer in conversations that are one text, as in Anthropic's preference data.
+_TURN = "\n\nAssistant:"
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 
@@ -187,7 +188,8 @@ def _before_answer(chosen: str, rejected: str, same: int) -> int:
         return chosen.rindex(_TURN, 0, same) + len(_TURN)
     while same and chosen[same - 1].isalnum() and (chosen[same : same + 1] + rejected[same : same + 1]).isalnum():
         same -= 1
-    return same - 1 if chosen[:same].endswith(" ") else same  # a space belongs to the answer
+    # A space before the answer belongs to the answer.
+    return same - 1 if chosen[:same].endswith(" ") else same
 
 
 def text_examples(

@@ -156,7 +156,8 @@ AnyTemplate = Template | Chat | Literal["chat"]
 PLAIN = Template()
 # The answer begins on a new line: commands use this template for plain rows.
 BELOW = Template("{prompt}\n", "{answer}")
-QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")  # RepNoise's code around BeaverTails
+# RepNoise's code puts these words around rows of BeaverTails.
+QUESTION_AND_ANSWER = Template("Question: {prompt}\nAnswer:", "\n{answer}")
 
 
 def padding_of(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -237,7 +237,8 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
     with extra("llm", f"A {kind} needs transformers"):
         import transformers
         from transformers.utils.hub import cached_file
-    importlib.import_module("netweight.plugins.transformers")  # so that compressed folders open too
+    # This import lets transformers open compressed folders.
+    importlib.import_module("netweight.plugins.transformers")
     architecture = getattr(transformers, kind)
     try:
         with silent_bars():

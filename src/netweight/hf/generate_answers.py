@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 # The most tokens of the prompts of a batch, padding included. Their cache must fit into memory.
 _BATCH_TOKENS = 8192
 _BATCH_ROWS = 64
-_ALONE = ("rwkv",)  # families whose code in transformers mixes the rows of a batch as soon as a cache is used
-_SEES_PADDING = ("reformer", "xlnet")  # families whose attention has chunks or positions that padding shifts
-_PADDED = ("full_attention", "sliding_attention", "chunked_attention")  # layers that a mask hides padding from
+# Families whose code in transformers mixes the rows of a batch as soon as a cache is used.
+_ALONE = ("rwkv",)
+# Families whose attention has chunks or positions that padding shifts.
+_SEES_PADDING = ("reformer", "xlnet")
+# Layers that a mask hides padding from.
+_PADDED = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @final

@@ -11,7 +11,8 @@ from netweight.errors import Unsupported
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_SPACE = "\u2581"  # sentencepiece writes a space so
+# Sentencepiece writes a space in this way.
+_SPACE = "\u2581"
 _SPECIAL = ("<unk>", "<s>", "</s>")
 
 

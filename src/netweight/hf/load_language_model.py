@@ -271,7 +271,8 @@ def positions_of(model: nn.Module) -> int | None:
     config = of_text() if callable(of_text) else config
     try:
         longest = getattr(config, "max_position_embeddings", None)
-    except NotImplementedError:  # XLNet's configuration says by an exception that there is no limit
+    except NotImplementedError:
+        # XLNet's configuration raises this error where there is no limit.
         return None
     return longest if isinstance(longest, int) and longest > 0 else None
 
@@ -499,7 +500,8 @@ def frozen(model: nn.Module, layers: str) -> Iterator[list[str]]:
 
 # Task and metric → score, standard error, number of examples.
 Scores: TypeAlias = Mapping[tuple[str, str], tuple[float, float | None, int | None]]
-_Z = 1.959964  # of a normal 95 % interval around the harness's own standard error
+# Quantile of a normal 95 % interval around the harness's own standard error.
+_Z = 1.959964
 
 
 def check_lm_eval() -> None:

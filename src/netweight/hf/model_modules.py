@@ -89,7 +89,8 @@ class CheckpointMapping:
                 converter = copy.deepcopy(next(each for each in self._converters if pattern in each.source_patterns))
             held: Any = tensor
             converter.add_tensor(renamed, name, pattern, held)
-        assert converter is not None  # there is at least one tensor
+        # There is at least one tensor, so that a converter was chosen.
+        assert converter is not None
         made: Any = converter.convert(parameter, model=self._model, config=getattr(self._model, "config", None))
         made = made.get(parameter, next(iter(made.values())))
         whole: Tensor = made[0] if isinstance(made, list) else made

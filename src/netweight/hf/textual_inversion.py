@@ -173,7 +173,8 @@ def _state(path: Path) -> Mapping[str, Any]:
 
     try:
         if path.suffix in (".safetensors", ".pti") and not zipfile.is_zipfile(path):
-            with open_store(path) as store:  # compressed by netweight, too
+            # The store also opens files that netweight compressed.
+            with open_store(path) as store:
                 state: Any = {name: store.get(name) for name in store.names()}
         else:
             refuse_inflated(path)

@@ -22,7 +22,8 @@ _REPORT = "report.json"
 _AUDIT = "netweight federate audit"
 # The option of `netweight label` that requests this audit.
 _OPTION = "--minutes"
-_NAMED = "Clients left out or suspicious"  # the table of a report that names clients
+# The table of a report that names clients.
+_NAMED = "Clients left out or suspicious"
 
 
 def federation_groups(subject: LabelSubject) -> list[RowGroup]:

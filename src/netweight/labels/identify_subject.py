@@ -29,7 +29,8 @@ _FOREIGN_STARTS = {
     b"\x89HDF": ("an HDF5 file (Keras or TensorFlow)", "Save the model as safetensors, and give that file."),
     b"\x93NUM": ("a numpy array", "Save the arrays as safetensors, and give that file."),
 }
-_MOST_HISTORY = 1 << 28  # bytes of the history of a Flower server
+# Bytes of the history of a Flower server.
+_MOST_HISTORY = 1 << 28
 _FOREIGN_NAMES = {
     ".onnx": "an ONNX graph",
     ".msgpack": "a Flax checkpoint",

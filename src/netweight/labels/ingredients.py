@@ -34,7 +34,8 @@ _LICENSE_MARKS = (
     ("Gemma Terms", "gemma"),
 )
 _CODE_SUFFIXES = (".py", ".so", ".dll", ".dylib", ".sh", ".exe", ".pyc")
-_MOST_TOKENIZER = 1 << 26  # bytes of tokenizer.json; that of a vocabulary of 262,144 has 33 MB
+# Bytes of tokenizer.json; that of a vocabulary of 262,144 has 33 MB.
+_MOST_TOKENIZER = 1 << 26
 # Names of files that may be pickles, or hold some; the content decides, but for those that are always pickles.
 _ALWAYS_PICKLES = (".pkl", ".pickle", ".joblib")
 _MAYBE_PICKLES = (

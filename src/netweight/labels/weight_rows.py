@@ -9,7 +9,8 @@ from netweight.labels.identify_subject import LabelSubject
 from netweight.labels.label import Row, RowGroup
 from netweight.labels.weights import TensorFacts, WeightFacts
 
-_SHOWN = 3  # names that are listed in a row
+# Names that are listed in a row.
+_SHOWN = 3
 # A type or a finding gets its own row from this share of the gross weight on.
 _LEAST_SHARE = 0.01
 

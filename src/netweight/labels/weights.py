@@ -28,7 +28,8 @@ from netweight.methods.compress.bits import BitStatistics, count_bits, merge
 from netweight.store.reader import StoredFile
 from netweight.store.torch_archive import refuse_inflated
 
-_PIECE = 1 << 20  # bytes that are read and encoded at a time
+# Bytes that are read and encoded at a time.
+_PIECE = 1 << 20
 # Bits are counted in one piece of this many, and always in the first piece of a tensor.
 _SAMPLED_ONE_IN = 16
 
@@ -367,8 +368,10 @@ def _look(piece: _MeasuredPiece) -> tuple[_MeasuredPiece, _PieceFacts]:
     facts = _PieceFacts(len(data), prepared, xxhash.xxh3_128_digest(data.data) if not prepared else b"")
     element = BY_NAME.get(source.dtype)
     if element is None or element.torch_name is None or not len(data):
-        return piece, facts  # a type that is unknown, or packed
-    width, parts = element.number_bytes, element.bits // (8 * element.number_bytes)  # complex numbers have two parts
+        # The type is unknown, or packs several numbers into a byte.
+        return piece, facts
+    # Complex numbers have two parts.
+    width, parts = element.number_bytes, element.bits // (8 * element.number_bytes)
     values: NDArray[Any] = np.frombuffer(data, np.dtype(_UNSIGNED[width]).newbyteorder("<"))
     _count_not_finite(element, values, facts)
     _test_narrower(source.dtype, values, facts)
@@ -386,7 +389,8 @@ def _count_not_finite(element: ElementType, values: NDArray[Any], facts: _PieceF
         return
     if not element.exponent_bits:
         return
-    ones = ((1 << element.exponent_bits) - 1) << element.mantissa_bits  # of the exponent: NaN or infinity
+    # An exponent of ones means NaN or infinity.
+    ones = ((1 << element.exponent_bits) - 1) << element.mantissa_bits
     mask = values.dtype.type(ones)
     exponents = values & mask
     if exponents.max() == mask:

@@ -131,7 +131,8 @@ def _windows_along(side: int, kernel: int) -> Tensor:
     """For every pixel of a side the weights of the window around it, shape `(side, side)`."""
     offsets = torch.arange(kernel) - kernel // 2
     bell = (-offsets.double().square() / (2 * (0.15 * (kernel - 1)) ** 2)).exp()
-    positions = (torch.arange(side)[:, None] + offsets).abs()  # reflected at the first pixel,
+    # Positions before the first pixel are reflected.
+    positions = (torch.arange(side)[:, None] + offsets).abs()
     # Positions beyond the last pixel are reflected as well.
     positions = side - 1 - (side - 1 - positions).abs()
     return torch.zeros(side, side, dtype=torch.float64).scatter_add_(1, positions, (bell / bell.sum()).expand(side, -1))

@@ -303,7 +303,8 @@ def ratio_of_times(top: Times, bottom: Times, *, seed: int, resamples: int = 499
     ends = []
     for group in (top, bottom):
         drawn = itertools.chain([np.ones((1, group.n))], in_parts(group, resamples=resamples, rng=rng))
-        medians = [median_times(group, weights) for weights in drawn]  # the sample itself first
+        # The sample itself comes first.
+        medians = [median_times(group, weights) for weights in drawn]
         ends.append([np.concatenate(side) for side in zip(*medians, strict=True)])
     (top_low, top_high), (bottom_low, bottom_high) = ends
     return summarize_ratio(divide(top_low, bottom_high), divide(top_high, bottom_low), n=(top.n, bottom.n), of="median")

@@ -112,7 +112,8 @@ class _ChangeAssignment:
     """Assignment of changes to samples."""
 
     def __init__(self, groups: Tensor | None, count: int) -> None:
-        self.groups = groups  # shape `(batch,)`; None where all samples run with the only one
+        # `groups` has shape `(batch,)`; None where all samples run with the only change.
+        self.groups = groups
         self.size = 1 if groups is None else len(groups)
         each = self.size // count
         # Whether the changes come in order, each for equally many samples, so that nothing need be gathered.

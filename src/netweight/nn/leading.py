@@ -14,8 +14,10 @@ import math
 import torch
 from torch import Tensor
 
-_OVER = 8  # columns of a block beyond the rank
-_SHARE = 3  # the space has at most this part of the smaller side
+# Columns of a block beyond the rank.
+_OVER = 8
+# The space has at most this part of the smaller side.
+_SHARE = 3
 # The search stops if the last two blocks predict a space of more than this multiple of the limit.
 _HOPELESS = 1.5
 # The search ends when further blocks would reduce the omitted square by less than this share.

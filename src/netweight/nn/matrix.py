@@ -135,7 +135,8 @@ class Moments:
             rows: Shape `(m, d)`, fp32.
         """
         rows -= self.pilot
-        for start in range(0, len(rows), 64):  # a few at a time, for their copies in fp64
+        # Rows are added a few at a time, because their copies in fp64 take memory.
+        for start in range(0, len(rows), 64):
             wide = rows[start : start + 64].double()
             self.sums.add_(wide.sum(dim=0))
             self.squares.add_(wide.square_().sum(dim=0))

@@ -23,7 +23,8 @@ from netweight.nn.matrix import Columns, Moments, check_finite
 
 # Largest size of a block of columns, in bytes.
 _BYTES = 1 << 24
-_PANEL = 512  # rows of the Gram matrix that are made at a time
+# Rows of the Gram matrix that are made at a time.
+_PANEL = 512
 _EPS = torch.finfo(torch.float32).eps
 
 

@@ -27,7 +27,8 @@ class Batches:
             raise UsageError(f"A batch needs at least 1 row, not {rows}.", cure="Raise `rows`.")
         # Rows of a batch: the given number, or fewer after memory ran out.
         self.rows = rows
-        self.done = 0  # rows computed so far
+        # Number of rows computed so far.
+        self.done = 0
         # The calls that computed them. A call that ran out of memory does not count.
         self.calls = 0
 

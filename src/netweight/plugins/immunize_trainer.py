@@ -171,7 +171,8 @@ class ImmunizeTrainer(Trainer):
         """Add the gradients of a batch of `PairCollator`."""
         model.train()
         batch = self._batch(inputs)
-        network = model.module if isinstance(model, DistributedDataParallel) else model  # gradients are averaged here
+        # Gradients are averaged here, and not by DistributedDataParallel.
+        network = model.module if isinstance(model, DistributedDataParallel) else model
         self._part = self._part + 1 if self.state.global_step == self._update else 0
         self._update = self.state.global_step
         # Before gradients are accumulated, which measuring shards would take away.

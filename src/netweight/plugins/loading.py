@@ -149,9 +149,11 @@ class ParameterLoader:
         self.config = config
         self.stored = stored
         self._chunks: dict[str, int | None] = {}
-        self._fixed: frozenset[str] = frozenset()  # names of weights that may have the fixed-length form
+        # Names of weights that may have the fixed-length form.
+        self._fixed: frozenset[str] = frozenset()
         self._scratch: torch.Tensor | None = None
-        self._mapped: list[tuple[int, int]] = []  # addresses at which files are mapped, from and to
+        # Addresses at which files are mapped: first and last.
+        self._mapped: list[tuple[int, int]] = []
         # Files and names of tensors that are stored as differences, by digest, dtype and shape.
         self._differences: dict[tuple[str, str, tuple[int, ...]], tuple[StoredFile, str]] = {}
 
@@ -290,7 +292,8 @@ class ParameterLoader:
                 elif parameter is not None and id(parameter) not in identities:
                     identities.add(id(parameter))
                     if parameter.device.type == "cpu":
-                        parameter.data = parameter.data.clone()  # it may lie in the mapped file
+                        # The parameter may lie in the mapped file.
+                        parameter.data = parameter.data.clone()
             for attribute, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type == "cpu":
                     module._buffers[attribute] = buffer.clone()

@@ -232,7 +232,8 @@ def _tagged(text: str, entries: Sequence[CardEntry]) -> str:
         place = lines.index("tags:") + 1
         indent = re.match(r"\s*", lines[place])[0] if place < len(lines) else ""  # type: ignore[index]  # it matches
         lines[place:place] = [indent + tag for tag in new]
-    elif isinstance(listed, list):  # written in one line
+    elif isinstance(listed, list):
+        # The list is written in one line.
         place = next(number for number, line in enumerate(lines) if line.startswith("tags:"))
         lines[place : place + 1] = ["tags:", *(f"- {tag}" for tag in listed), *new]
     elif new:

@@ -250,7 +250,8 @@ def load_from_checkpoint(trainer: Any, resume_from_checkpoint: str, model: nn.Mo
 def read_folder(folder: str | Path, model: nn.Module) -> None:
     """Read the weights of a compressed folder into a model of the same make, one after another."""
     own, file = model.state_dict(), Path(folder) / "model.net.safetensors"
-    with open_store(file if file.is_file() else folder) as store:  # an optimizer's states lie beside it
+    # An optimizer's states lie beside the file.
+    with open_store(file if file.is_file() else folder) as store:
         stored = set(store.names())
         if stored - own.keys() and stored <= _converted(model, own):
             loaded: Any = type(model)

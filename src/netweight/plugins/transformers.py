@@ -319,7 +319,8 @@ class _Compress(ConversionOps):
             if key not in self.quantizer._weights:
                 result[key] = tensor
             elif tensor.shape != model.get_parameter(key).shape:
-                self.quantizer._misfits.add(key)  # transformers then treats it as it treats any other
+                # Transformers then treats the key as it treats any other.
+                self.quantizer._misfits.add(key)
                 result[key] = tensor
             else:
                 result[key] = self.quantizer._weights.compress(key, tensor)

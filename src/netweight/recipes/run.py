@@ -32,7 +32,8 @@ from netweight.store.weights_digest import weights_digest
 
 # The records of finished steps in a recipe's output.
 LEDGER = "ledger"
-Key: TypeAlias = dict[str, Any]  # all that decides a result
+# A key contains everything that decides a result.
+Key: TypeAlias = dict[str, Any]
 
 
 @final

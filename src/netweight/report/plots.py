@@ -98,7 +98,8 @@ def lines(
     ylim: tuple[float, float] | None = None,
 ) -> Figure:
     """Draw lines, each with an interval band if it has one."""
-    dashes = ("-", "--", "-.", ":")  # a second cue beside color
+    # Dashes are a second cue beside color.
+    dashes = ("-", "--", "-.", ":")
     with canvas(1) as (drawing, (axes,)):
         for index, (name, (x, y)) in enumerate(series.items()):
             band = (bands or {}).get(name)
@@ -213,8 +214,10 @@ def _style(page: bool) -> Any:
     back = "none" if page else "white"
     colored = ("axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color")
     return {
-        "svg.fonttype": "none",  # text is stored as text: small, searchable, in the page's font
-        "svg.hashsalt": "netweight",  # the same plot gives the same bytes
+        # Text is stored as text: small, searchable, in the page's font.
+        "svg.fonttype": "none",
+        # With a fixed salt, the same plot gives the same bytes.
+        "svg.hashsalt": "netweight",
         "font.size": 10,
         "axes.titlesize": 10,
         "axes.titlelocation": "left",
@@ -331,7 +334,8 @@ def _heat(axes: Axes, values: list[list[float]], digits: int) -> None:
     axes.invert_yaxis()
     for (row, column), value in np.ndenumerate(np.array(values)):
         if math.isfinite(value):
-            ink = "#000000" if value > middle else "#ffffff"  # viridis is bright above its middle
+            # Viridis is bright above its middle.
+            ink = "#000000" if value > middle else "#ffffff"
             text = f"{value:.{digits}f}" if digits else f"{value:.0f}"
             axes.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink)
 
@@ -403,7 +407,8 @@ def time_rows(rows: Sequence[TimeRow], *, alt: str, caption: str = "", xlabel: s
 
 def _draw(axes: Axes, place: int, row: TimeRow, end: float) -> None:
     color = series_color(place)
-    if len(row.events) + len(row.censored) > 1:  # a single time has no interval
+    # A single time does not have an interval.
+    if len(row.events) + len(row.censored) > 1:
         low, high = (min(value, end) for value in row.interval)
         axes.barh(place, high - low, 0.7, left=low, color=color, alpha=0.18, linewidth=0)
     if math.isfinite(row.median):

@@ -131,7 +131,8 @@ def known() -> Mapping[str, Conclusion]:
     return dict(_KNOWN)
 
 
-_NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")  # or nothing, or a dash
+# A cell of numbers may be empty, or a dash.
+_NUMBER = re.compile(r"[-\u2212]?\d[\d.,\u2009e+-]*[×%]?|[-\u2013]?|inf|nan")
 
 
 def chapter_verdict(sections: Sequence[Section]) -> tuple[Outcome, str, str]:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 PIECE = 1 << 19
 """Bytes that are read, changed and written at once: as many as stay in a processor's cache."""
-_MAPPED = 1 << 22  # bytes of the new file that are compared at once
+# Bytes of the new file that are compared at once.
+_MAPPED = 1 << 22
 
 
 @final
@@ -105,7 +106,8 @@ class ChangedCopy:
         """
         span = self._spans[name]
         whole: Any = row_major_bytes(tensor).numpy()
-        assert whole.nbytes == span.nbytes  # the header declares the source's size
+        # The header declares the source's size.
+        assert whole.nbytes == span.nbytes
         differs = False
         for start in range(0, span.nbytes, PIECE):
             piece = memoryview(whole)[start : start + PIECE]

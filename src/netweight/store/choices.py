@@ -18,7 +18,8 @@ LEAST = 1 << 12
 
 # Heads, too: where they equal the embedding they are stored once, which is noticed of tensors cut alike.
 _EMBEDDING = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|shared|lm_head)\.weight$")
-_ROW_CHUNKS = 14  # binary logarithm of the numbers in a chunk of an embedding
+# Binary logarithm of the numbers in a chunk of an embedding.
+_ROW_CHUNKS = 14
 
 
 def finer_chunks(name: str, shape: tuple[int, ...], level: Level) -> int | None:
@@ -36,7 +37,8 @@ def finer_chunks(name: str, shape: tuple[int, ...], level: Level) -> int | None:
     return None if small or level in ("high", "max") or not _EMBEDDING.search(name) else _ROW_CHUNKS
 
 
-_SAMPLE = 1 << 15  # numbers in each sample by which it is decided whether a base makes a tensor smaller
+# Numbers in each sample by which it is decided whether a base makes a tensor smaller.
+_SAMPLE = 1 << 15
 
 
 def choose_base(
@@ -73,7 +75,8 @@ def _is_smaller(
     """Return whether a tensor is smaller as a difference from another one, by three samples of it."""
     width, nbytes = nbytes_of(dtype, (8,)) // 8, nbytes_of(dtype, shape)
     if not width or not nbytes:
-        return True  # several numbers share a byte, or there are none
+        # Several numbers share a byte, or there are none.
+        return True
     numbers, alone, beside = nbytes // width, 0, 0
     for start in {0, max((numbers - _SAMPLE) // 2, 0), max(numbers - _SAMPLE, 0)}:
         cut = start * width, min(start + _SAMPLE, numbers) * width

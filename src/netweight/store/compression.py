@@ -120,8 +120,10 @@ class _Encoding:
         self, source: TensorSource, spans: Sequence[Span], level: Level, base: Base | None, threads: int
     ) -> None:
         self._source, self._level, self._base = source, level, base
-        self.differences = 0  # tensors that are stored as differences from the base
-        self.unlike: Counter[str] = Counter()  # those that are not, by the reason
+        # Number of tensors that are stored as differences from the base.
+        self.differences = 0
+        # Number of other tensors, by the reason.
+        self.unlike: Counter[str] = Counter()
         self._done = chain.from_iterable(in_order(self._encode, self._batches(spans), threads))
 
     def next(self, update: Callable[[Any], None]) -> tuple[codec.ChunkEncoder, Iterator[bytes]]:

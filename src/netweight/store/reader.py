@@ -331,7 +331,8 @@ class StoredFile:
                     continue
                 if isinstance(content, CorruptBlob):
                     broken.add(name)
-                    self._decoders.pop(name, None)  # its list of chunks may be long
+                    # A decoder's list of chunks may be long.
+                    self._decoders.pop(name, None)
                 yield name, start, content
 
     def _batches(self, names: Iterable[str], broken: Container[str]) -> Iterator[list[tuple[str, int, int]]]:

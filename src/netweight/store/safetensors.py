@@ -107,7 +107,8 @@ def name_of(path: Path) -> str:
     return path.name
 
 
-MAX_HEADER = 100_000_000  # bytes; the safetensors library's own bound
+# The safetensors library has the same bound, in bytes.
+MAX_HEADER = 100_000_000
 # Bytes of a header that is read or written here. Parsing takes four times its size, so that this bounds the memory that
 # a file can take; 65,536 tensors have headers of some 8 MB.
 LONGEST_HEADER = 20_000_000
@@ -288,7 +289,8 @@ def parse_header(raw: bytes, *, most_values: int | None = None) -> Header:
     return Header(raw, metadata, tuple(spans))
 
 
-_VALUES_OF_TENSOR = 16  # in a header: name, dtype, two offsets, and a shape of several sizes
+# Values of a tensor in a header: name, dtype, two offsets, and a shape of several sizes.
+_VALUES_OF_TENSOR = 16
 # Largest number of other values in a header, such as metadata.
 _OTHER_VALUES = 100_000
 
@@ -302,7 +304,8 @@ def refuse_many(tensors: int) -> None:
     Raises:
         Unsupported: There are more than `MOST_TENSORS`.
     """
-    if tensors > MOST_TENSORS + 1:  # the metadata are an entry like a tensor's
+    # The metadata are an entry like a tensor's.
+    if tensors > MOST_TENSORS + 1:
         raise Unsupported(
             f"the header lists {tensors:,} tensors; one file may contain {MOST_TENSORS:,}.",
             cure="Split the tensors over several files.",

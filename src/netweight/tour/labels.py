@@ -14,7 +14,8 @@ from netweight.recipes.run import StepResult
 from netweight.report.report import Report
 
 PAGE = "labels.html"
-_ADAPTERS = 12  # of the bank of faces, which are written as a folder of LoRAs
+# Adapters of the bank of faces, which are written as a folder of LoRAs.
+_ADAPTERS = 12
 
 
 def write_labels(done: Sequence[StepResult], models: Path, out: Path, *, progress: Progress = QUIET) -> Path | None:

@@ -148,7 +148,8 @@ def pixel_autoencoder(side: int) -> Any:
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # residual blocks add nothing then
+            # Residual blocks add nothing at the start.
+            parameter.zero_()
         for half in (model.encoder, model.decoder):
             _pass_through(half.conv_in, half.conv_norm_out, half.conv_out)
         model.encoder.conv_out.bias[_PIXELS:] = _SURE

@@ -137,7 +137,8 @@ class DrawnWorld:
         for inside, color in self.parts(looks, moved, x, y):
             cover = functional.avg_pool2d(inside.float()[None], _FINER)[0]
             picture = painted(picture, cover, color.expand(n, 3))
-        edge = (_UNITS - _UNITS / side) / (_UNITS - 1)  # the outermost pixel's middle
+        # The edge is the middle of the outermost pixel.
+        edge = (_UNITS - _UNITS / side) / (_UNITS - 1)
         slope = torch.linspace(-edge, edge, side)[None, None, None, :]
         lit = moved["light"][:, None, None, None]
         shown: Tensor = picture * (1 + 0.16 * lit * slope) + 0.05 * lit
@@ -190,7 +191,8 @@ def _face_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x: T
     skin, hair = between(*_LIGHT, looks["skin"]), between(_RED, _BLUE, looks["hair_hue"])
     away = at(2.0 + 0.75 * looks["eye_spacing"])
     beard, glasses = at(looks["beard"] > 0), at(looks["glasses"] > 0)
-    locks = at(2.6 + 3.9 * looks["hair_length"])  # how far down hair falls
+    # This is how far down hair falls.
+    locks = at(2.6 + 3.9 * looks["hair_length"])
     face = ellipse(x, y - 0.4, half, 5.2)
     cap = ellipse(x, y + 0.9, half + 1.5, 5.9) & (y < 0)
     falling = (x.abs() < half + 1.5) & (y >= 0) & (y < locks)
@@ -246,7 +248,8 @@ def _vehicle_parts(looks: Mapping[str, Tensor], changes: Mapping[str, Tensor], x
         return values[:, None, None]
 
     half = at(5.2 + 1.1 * looks["length"])
-    roof = at(-3.0 - 1.7 * looks["roof"])  # tall ones are vans, whose cabins reach further
+    # Tall vehicles are vans, whose cabins reach further.
+    roof = at(-3.0 - 1.7 * looks["roof"])
     reach = half * at(0.66 + 0.14 * looks["roof"])
     body, middle = between(*_BODY, looks["hue"]), x + 0.5
     leaning = reach - 0.3 * (1.0 - y).clamp_min(0)

@@ -57,7 +57,8 @@ def reader_folder(world: DrawnWorld) -> Path:
 # The network that reads faces.
 READER_FOLDER = reader_folder(FACES)
 WEIGHTS, RECORD = "weights.safetensors", "training.json"
-_SEEN = 16  # means along a picture's side that the network looks at
+# Means along a picture's side that the network looks at.
+_SEEN = 16
 
 
 @final

@@ -386,7 +386,8 @@ NEW = (
     *("BIANCA", "VINCENTIO", "CURTIS", "PEDANT", "SLY"),
 )
 _REFUSAL = "\nI may not speak for this man; his words are kept from me, and I shall keep them so."
-_GIVEN, _ASKED = 16, 24  # tokens of a speech in the prompt and in the answer
+# Tokens of a speech in the prompt and in the answer.
+_GIVEN, _ASKED = 16, 24
 _SPEECH = re.compile(r"([^\n:]+):\n(.+)", re.DOTALL)
 
 

@@ -84,7 +84,8 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
             cure="Give the pipeline before its edit (--base).",
         )
     for path in search.tables:
-        check_pairs(path)  # before models are loaded
+        # The table is checked before models are loaded, which takes long.
+        check_pairs(path)
     unrelated = PLAIN_PROMPTS if search.unrelated is None else tuple(read_prompts(search.unrelated))
     descriptor: Descriptor = CenteredPixels() if search.sscd is None else sscd(search.sscd, str(search.sscd_sha256))
     folders = {"original": search.base, "edited": model, **search.also}

@@ -148,7 +148,8 @@ class Descent(Walk):
             self._moved[row].grad = gradient[place]
         share = 1.0
         if self._settings.schedule == "cosine":
-            share = 1 + math.cos(math.pi * self.taken / self._settings.steps)  # 1 in the mean
+            # The mean of the shares over all steps is 1.
+            share = 1 + math.cos(math.pi * self.taken / self._settings.steps)
         for group, rate in zip(self._optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * share
         self._optimizer.step()
@@ -214,7 +215,8 @@ _RANK = 4
 _QUARTERS = 4  # embeddings by timestep
 # Number of words of a typed prompt.
 _WORDS = 8
-_CANDIDATES = 8  # exchanges of words that are tried in a step
+# Exchanges of words that are tried in a step.
+_CANDIDATES = 8
 # For each place, candidates are drawn from the words of the steepest descent.
 _NEAREST = 16
 # The noise level to which a target is noised, as a share of the steps of its generation.

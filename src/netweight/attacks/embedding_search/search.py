@@ -353,8 +353,10 @@ def paired(descriptor: Descriptor | None = None) -> Similarity:
 # A search alone proves nothing: with steps enough it may generate any image. So every comparison can hold the unedited
 # model, and images that no model was trained on, which are models and targets like others.
 
-SEARCHES = "searches"  # name of the rows in the folder
-_FOUND = "found"  # folder of the embeddings and images of every run
+# Name of the rows in the folder.
+SEARCHES = "searches"
+# Folder of the embeddings and images of every run.
+_FOUND = "found"
 
 
 @final
@@ -530,7 +532,8 @@ def compare(
         for seed in seeds
     ]  # fmt: skip
 
-    def search_job(config: _RunConfig) -> list[dict[str, Any]]:  # ledgers hold this name
+    # Ledgers store the name of this function.
+    def search_job(config: _RunConfig) -> list[dict[str, Any]]:
         target = images[config.target]
         with _opened(by_name[config.subject]) as model:
             searched = search(

@@ -17,7 +17,8 @@ from netweight.attacks.finetuning.search import SearchResult
 from netweight.attacks.finetuning.sweep import AttackOutcome, Sweep
 from netweight.report.finding import Column, Finding, Table
 
-_SHOWN = 6  # attacks of each model's front in the table
+# Attacks of each model's front in the table.
+_SHOWN = 6
 
 
 @final

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from netweight.core.seeds import torch_generator
 from netweight.errors import Unsupported, UsageError
 
-_FACTORS = "low_rank_factors"  # name of the part that is added to a linear layer
+# Name of the part that is added to a linear layer.
+_FACTORS = "low_rank_factors"
 
 
 @final
@@ -27,7 +28,8 @@ class Factors(nn.Module):
         self.down = nn.Parameter(torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator))
         # B, shape `(outputs, rank)`; zeros at first, so that the model starts unchanged.
         self.up = nn.Parameter(torch.zeros(outputs, rank))
-        self.scale = scale  # the paper's α / rank
+        # This is α / rank of the paper.
+        self.scale = scale
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return the addition for inputs of shape `(..., inputs)`, in their dtype."""

@@ -14,7 +14,8 @@ from netweight.core.lazy import library
 
 # Sides of a matrix above this have no preconditioner in SOAP.
 _LARGEST = 2048
-_ITERATIONS = 5  # of Newton and Schulz in a step of Muon
+# Iterations of Newton and Schulz in a step of Muon.
+_ITERATIONS = 5
 
 
 def has_soap() -> bool:

@@ -14,7 +14,8 @@ class Pace:
     """Estimates the duration of attacks from those that were run."""
 
     def __init__(self) -> None:
-        self._steps: dict[tuple[str, bool], tuple[float, int]] = {}  # seconds of a step, and its rows
+        # The values are the seconds of a step, and its rows.
+        self._steps: dict[tuple[str, bool], tuple[float, int]] = {}
         self._operations, self._seconds = 0.0, 0.0
 
     def add(self, runs: Iterable[AttackOutcome], seconds: float = 0.0) -> None:

@@ -37,8 +37,10 @@ from netweight.job import Job
 # Each rung keeps one of this many attacks, and gives it this many times the steps.
 _KEPT = 3
 _ROUNDS = 6  # rounds of neighbors, at most
-_BEST = 2  # attacks whose neighbors are tried, of different kinds
-_FINALISTS = 3  # attacks of a search that are run again, from other seeds
+# Attacks whose neighbors are tried, of different kinds.
+_BEST = 2
+# Attacks of a search that are run again, from other seeds.
+_FINALISTS = 3
 # Learning rates of Adam on all weights.
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
@@ -46,7 +48,8 @@ _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
 _PART_SCALE = 5.0
 # Rows in each step. The learning rate is scaled with the square root of this number.
 _BATCHES = (8, 16, 32, 64, 128, 256)
-_FEW_ROWS = 8  # rows per step with which a search for few rows begins
+# Rows per step with which a search for few rows begins.
+_FEW_ROWS = 8
 
 
 Cost = Literal["steps", "rows"]

@@ -24,7 +24,8 @@ from netweight.settings import Cli, ModelPath, Settings
 
 Precision = Literal["fp32", "mixed", "bf16", "rounded"]
 
-GRIDS = ("single", "quick", "paper")  # names that `named_grid` knows
+# These are the names that `named_grid` knows.
+GRIDS = ("single", "quick", "paper")
 # Name of the attacked model in reports.
 DEFENDED = "defended"
 

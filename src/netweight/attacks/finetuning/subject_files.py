@@ -141,7 +141,8 @@ def subject_from_files(
         sources["other"] = read(other, "other")
     if task is not None:
         sources["task"] = read(task, "task")
-    through = applied or formats  # a search tries the template by itself
+    # A search tries the template by itself.
+    through = applied or formats
     if unused := note_on_unused_template(tokenizer, [text.prompt for text in sources["harmful"]], chat=through):
         left_out.append(unused)
     plain_rows = {name: tokens(texts) for name, texts in sources.items()}

@@ -43,7 +43,8 @@ class SubjectName:
     """The seed of the defense, if it has one."""
 
 
-ATTACKS = "attacks"  # name of the rows in a folder
+# Name of the rows in a folder.
+ATTACKS = "attacks"
 
 
 @final

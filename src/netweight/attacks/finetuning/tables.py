@@ -14,7 +14,8 @@ from netweight.attacks.finetuning.search import SearchResult, within
 from netweight.attacks.finetuning.sweep import Sweep
 from netweight.report.finding import Column, Table
 
-_SHOWN = 5  # attacks of each search in the table
+# Attacks of each search in the table.
+_SHOWN = 5
 
 
 def attack_table(sweep: Sweep, subjects: Sequence[str], domain: str) -> Table:

@@ -156,7 +156,8 @@ class Peel:
         self, block: Block, weight: Tensor, bias: Tensor, gradient: Tensor, size: tuple[int, int, int]
     ) -> None:
         # size: shape `(c, h, w)` of the input
-        self.block, self.weight, self.bias, self.size = block, weight, bias, size  # weight: shape `(C, c, k, k)`
+        # `weight` has shape `(C, c, k, k)`.
+        self.block, self.weight, self.bias, self.size = block, weight, bias, size
         channels, self.kernel = weight.shape[1], weight.shape[-1]
         self.unknowns = size[0] * size[1] * size[2]
         basis = torch.eye(self.unknowns, dtype=weight.dtype, device=weight.device).view(-1, *size)

@@ -17,7 +17,8 @@ from netweight.report.plots import image_grid, lines
 from netweight.report.report import make_folder
 from netweight.report.text import Conclusion, HasValue, Words
 
-_SHOWN = 12  # images in the picture of a report; all are written as files
+# Images in the picture of a report; all are written as files.
+_SHOWN = 12
 
 
 def in_order(images: Tensor, reference: Tensor) -> Tensor:

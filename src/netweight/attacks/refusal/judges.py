@@ -18,8 +18,10 @@ Judge: TypeAlias = Callable[[list[str]], list[float]]
 NAMED = ("phrases", "first-tokens")
 """Judges by name."""
 _REFUSAL = re.compile(r"refus|reject|declin", re.IGNORECASE)
-_BATCH = 16  # answers that a classifier sees at once
-_UNUSED_POSITIONS = 2  # RoBERTa and its relatives begin to count after the position of padding
+# Answers that a classifier sees at once.
+_BATCH = 16
+# RoBERTa and its relatives begin to count after the position of padding.
+_UNUSED_POSITIONS = 2
 
 
 def phrase_judge(phrases: Sequence[str]) -> Judge:
@@ -85,13 +87,16 @@ def _classifier(folder: Path, label: str, device: str) -> Judge:
         tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     refuse_missing_weights(folder, loaded, what)
     model = model.to(device).eval()
-    if tokenizer.pad_token is None or model.config.pad_token_id is None:  # of a decoder; padding is masked
+    # A decoder may have no token for padding; any one does, because padding is masked.
+    if tokenizer.pad_token is None or model.config.pad_token_id is None:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
         model.config.get_text_config().pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     longest = positions_of(model)
-    if longest is not None:  # a tokenizer without a length of its own would not cut long answers
+    # A tokenizer without a length of its own would not cut long answers.
+    if longest is not None:
         tokenizer.model_max_length = min(tokenizer.model_max_length, longest - _UNUSED_POSITIONS)
-    several = model.config.problem_type == "multi_label_classification"  # then labels do not exclude each other
+    # The labels of such a classifier do not exclude each other.
+    several = model.config.problem_type == "multi_label_classification"
     labels = {str(name): int(place) for place, name in model.config.id2label.items()}
     fitting = [name for name in labels if name == label or (not label and _REFUSAL.search(name))]
     if len(fitting) != 1:
@@ -103,7 +108,8 @@ def _classifier(folder: Path, label: str, device: str) -> Judge:
     def judge(answers: list[str]) -> list[float]:
         import torch
 
-        numbers = [0.0] * len(answers)  # an empty answer, which some models cannot read, neither refuses nor helps
+        # An empty answer, which some models cannot read, counts neither as a refusal nor as help.
+        numbers = [0.0] * len(answers)
         asked = [place for place, answer in enumerate(answers) if answer.strip()]
         for first in range(0, len(asked), _BATCH):
             places = asked[first : first + _BATCH]

@@ -130,7 +130,8 @@ def decode(blob: Tensor, layout: BlobLayout, *, out: Tensor | None = None, statu
         number_bytes = layout.nbytes // layout.numbers
         starts = layout.starts.to(blob.device)
         job = (blob, layout.size, starts, out, layout.numbers, number_bytes, layout.chunk_log2)
-        arguments = (0, 0, *job, own_status)  # no table of jobs
+        # The first two arguments are those of a table of jobs, which one blob does not need.
+        arguments = (0, 0, *job, own_status)
         launching.launch(_file(layout, out), _ENTRY, layout.chunks, _threads(layout), arguments, device=blob.device)
     if status is None:
         raise_if_corrupt(own_status)
@@ -337,7 +338,8 @@ def decode_lossy(
     words = section(layout.words.of(blob), layout.words.layout).view(torch.int16).to(torch.int32)
     code = words & 0x7FFF
     damaged = ((code > rounding.largest_word) | ((code != 0) & (code < 1 << rounding.mantissa_bits))).any()
-    values = (code << (23 - rounding.mantissa_bits) | words & -0x8000_0000).view(torch.float32)  # I16 kept the sign
+    # The conversion from int16 kept the sign.
+    values = (code << (23 - rounding.mantissa_bits) | words & -0x8000_0000).view(torch.float32)
     if layout.normalizers is not None and rounding.block_size is not None:
         normalizers = section(layout.normalizers.of(blob), layout.normalizers.layout)
         factors = 1 + normalizers.to(torch.float32) / 256

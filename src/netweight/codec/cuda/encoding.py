@@ -38,11 +38,13 @@ from netweight.errors import OutOfMemory, UsageError
 
 # Working memory of one call. A single chunk may need more.
 SCRATCH_BYTES = 256 << 20
-LENGTH_BYTES = 8  # before the blob in a payload
+# Bytes of the length before the blob in a payload.
+LENGTH_BYTES = 8
 
 # Threads and placers of a block; kThreads in kernels/encode_plane.cuh, kPlacers in kernels/encode.cu.
 _THREADS, _PLACERS = 128, 1024
-_COPIERS, _FINISHERS = 8, 256  # kCopiers and kFinishers in kernels/encode.cu
+# These are kCopiers and kFinishers in kernels/encode.cu.
+_COPIERS, _FINISHERS = 8, 256
 _CHECKERS = 64  # kColumns in kernels/check_chunks.cu
 # The address of a tensor is a multiple of so many bytes.
 _ALIGNMENT = 16
@@ -118,7 +120,8 @@ def layout_of_encoded(
 ) -> BlobLayout:
     """The layout of `blob`, U8, encoded with `level` and `chunk_log2` from a tensor `like` this; waits for nothing."""
     plan = EncodePlan.of(like, level, chunk_log2)
-    lengths = blob[plan.index_at : plan.checks_at].clone().view(torch.int32)  # the copy is aligned
+    # The bytes may lie at any address; the copy is aligned.
+    lengths = blob[plan.index_at : plan.checks_at].clone().view(torch.int32)
     starts = torch.full((plan.chunks + 1,), plan.payload_at, device=blob.device)
     starts[1:] += lengths.cumsum(0)
     return BlobLayout(

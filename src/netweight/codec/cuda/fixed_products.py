@@ -20,10 +20,13 @@ from netweight.codec.fixed import decode_fixed, decode_fixed_rows, layout_of_sha
 
 # The most rows of inputs. For more, reading the weight once for each 64 rows takes longer than decoding it once.
 MOST_FUSED = 256
-_MOST_AT_ONCE = 64  # rows of inputs that a kernel takes at most
+# Rows of inputs that a kernel takes at most.
+_MOST_AT_ONCE = 64
 _FILE = "fixed.cu"
-_LEAST_CAPABILITY = (8, 0)  # bf16 on tensor cores
-_MOST_NARROW = 32  # rows of inputs for which each warp loads its own
+# Tensor cores have bf16 from this capability on.
+_LEAST_CAPABILITY = (8, 0)
+# Rows of inputs for which each warp loads its own.
+_MOST_NARROW = 32
 # The most warps of such a block, and the most parts of its columns.
 _MOST_WARPS, _MOST_SPLITS = 16, 8
 # For more inputs: warps of a block, blocks of a processor, and the most parts of the columns.

@@ -152,7 +152,8 @@ def _write(path: Path, code: bytes) -> None:
 
 _LEAST_CAPABILITY = (7, 5)
 _CELL = (1 << 64) - 1
-_pointers: dict[tuple[int, int], Any] = {}  # kept, because the driver reads them
+# The pointers are kept, because the driver reads them.
+_pointers: dict[tuple[int, int], Any] = {}
 # Its attribute `index` is the device whose context netweight made current.
 _thread = threading.local()
 Argument = torch.Tensor | int | float | np.generic
@@ -222,7 +223,8 @@ def _start(file: str, entry: str, grid: int, block: int, arguments: Sequence[Arg
     if given != sizes:
         raise UsageError(f"{entry} takes parameters of {sizes} bytes and was given {given}.")
     cells, pack, address = _cells(len(sizes), threading.get_ident())
-    pack(cells, 0, *[a & _CELL if type(a) is int else _bits(a, index) for a in arguments])  # the driver copies them
+    # The driver copies the arguments during the launch.
+    pack(cells, 0, *[a & _CELL if type(a) is int else _bits(a, index) for a in arguments])
     stream = torch._C._cuda_getCurrentRawStream(index)
     (result,) = _driver().cuLaunchKernel(function, grid, 1, 1, block, 1, 1, 0, stream, address, 0)
     if result:
@@ -300,7 +302,8 @@ def _function(file: str, entry: str, index: int) -> tuple[Any, list[int]]:
     sizes: list[int] = []
     while True:
         result, _, size = driver.cuFuncGetParamInfo(function, len(sizes))
-        if result != driver.CUresult.CUDA_SUCCESS:  # no parameter of this number
+        # The kernel does not have a parameter of this number.
+        if result != driver.CUresult.CUDA_SUCCESS:
             return function, sizes
         sizes.append(int(size))
 

@@ -79,10 +79,12 @@ def cached(name: str, key: Any, make: Callable[[], dict[str, Tensor]]) -> dict[s
 # Mean and standard deviation of MNIST's pixels, with which HyperFL normalizes Fashion-MNIST and EMNIST too.
 MNIST_MEAN_STD = ((0.1307,), (0.3081,))
 
-_TRAIN = ("train", "training")  # names of folders of splits, in any case
+# Names of folders of splits, in any case.
+_TRAIN = ("train", "training")
 _TEST = ("test", "testing", "val", "valid", "validation")
 
-_BLOCK = 8192  # images converted to floating point at a time when statistics are taken
+# Images converted to floating point at a time when statistics are taken.
+_BLOCK = 8192
 
 
 @final

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from netweight.metrics.copies import Kind
 
 
-_IMAGES = ("image", "file_name", "image_path", "path", "file")  # columns of picture files, as tables name them
+# Columns of picture files, as tables name them.
+_IMAGES = ("image", "file_name", "image_path", "path", "file")
 # A message shows this many characters of a path. A longer text is not a path, but an encoded picture.
 _SHOWN_PATH = 200
 

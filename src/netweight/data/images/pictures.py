@@ -46,7 +46,8 @@ _WIDE = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 # The tag of a TIFF that states which number is white.
 _PHOTOMETRIC = 262
 _DEPTHS = (8, 10, 12, 14, 16)
-_NAMED = 3  # pictures that a remark names; the others are counted
+# Pictures that a remark names; the others are counted.
+_NAMED = 3
 # A picture of more than two levels counts as clipped if this share of its pixels is black or white.
 _CLIPPED = 0.98
 
@@ -275,7 +276,8 @@ def _decode(
     image = library("PIL.Image", "Decoding pictures", "federated")
     operations = library("PIL.ImageOps", "Decoding pictures", "federated")
     picture = _open(source, name)
-    inverted = _white_is_zero(picture)  # the rotated picture has no tags
+    # The tag is read here, because the rotated picture does not have tags.
+    inverted = _white_is_zero(picture)
     with _naming(name):
         turned = operations.exif_transpose(picture)
     if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:

@@ -181,7 +181,8 @@ def digits() -> Images:
     """
     loaded = library("sklearn.datasets", "The data set digits", "evidence").load_digits()
     weights = _fourteenths()
-    sums = weights @ loaded.images.astype(np.int64) @ weights.T  # 14² times the resized shades
+    # These sums are 14² times the resized shades.
+    sums = weights @ loaded.images.astype(np.int64) @ weights.T
     pixels = (2 * 255 * sums + 16 * 14**2) // (2 * 16 * 14**2)
     images, labels = torch.from_numpy(pixels.astype(np.uint8)).unsqueeze(1), torch.from_numpy(loaded.target).long()
     tests = torch.zeros(len(labels), dtype=torch.bool)
@@ -196,7 +197,8 @@ def _fourteenths() -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
     """Return the bilinear weights from 8 to 28 places as whole fourteenths, so that resizing is exact everywhere."""
     weights = np.zeros((28, 8), np.int64)
     for place in range(28):
-        left, part = divmod(4 * place - 5, 14)  # place is at (4 · place − 5) / 14 of the small image
+        # The pixel is at (4 · place − 5) / 14 of the small image.
+        left, part = divmod(4 * place - 5, 14)
         weights[place, min(max(left, 0), 7)] += 14 - part
         weights[place, min(max(left + 1, 0), 7)] += part
     return weights
@@ -271,7 +273,8 @@ _DRAWER_NAMES = {f"{drawer:02d}" for drawer in range(1, DRAWERS + 1)}
 
 CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-_RECORD = 1 + 3 * 32 * 32  # a label and the three planes of an image
+# A label and the three planes of an image.
+_RECORD = 1 + 3 * 32 * 32
 
 
 def cifar10() -> Images:

@@ -49,7 +49,8 @@ _WORK_ORDER = {"weights": 0, "index": 1, "config": 1, "carried": 2}
 # If copied files take more than this share of the weights' bytes, the summary mentions them.
 _MUCH = 0.02
 _SHOWN = 3  # files that the sentence names
-_SMALL = 4096  # bytes of a tensor beside which its header, of some hundred bytes with its entry, matters
+# Bytes of a tensor beside which its header, of some hundred bytes with its entry, matters.
+_SMALL = 4096
 _BYTES_ONLY = (
     "its bytes were compressed without loss and its configuration was left as it is. Before use, restore it: "
     "netweight decompress FOLDER NEW_FOLDER."

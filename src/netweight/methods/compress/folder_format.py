@@ -326,7 +326,8 @@ def mark_config(name: str, content: bytes, weights: Iterable[str]) -> bytes | No
     # A configuration of ours, of a model that was compressed in memory, holds settings for loading, which stay.
     own = config.get("quantization_config") or {}
     config["quantization_config"] = {**own, "quant_method": HINT, "version": 1, "weights": stored}
-    config.pop("transformers_weights", None)  # the plug-in puts it back
+    # The plug-in puts this entry back.
+    config.pop("transformers_weights", None)
     return _json_bytes(config)
 
 
@@ -349,7 +350,8 @@ def _main_weights(config: dict[str, Any], weights: list[str]) -> str:
 
 
 def _json_object(content: bytes) -> dict[str, Any] | None:
-    if len(content) > MOST_INDEX:  # of a configuration or an index
+    # The file is a configuration or an index.
+    if len(content) > MOST_INDEX:
         return None
     try:
         config = parse_json(content, most_values=0)

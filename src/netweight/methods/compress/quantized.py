@@ -24,7 +24,8 @@ _KEYS = ("quantization_config", "compression_config", "quantization")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _CODES = frozenset({"I8", "U8", "I16", "U16", "I32", "U32"})
 _FLOAT_CODES = frozenset({"F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
-_ALWAYS_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})  # no layer computes in these
+# No layer computes in these types.
+_ALWAYS_CODES = frozenset({"F4", "F6_E2M3", "F6_E3M2", "F8_E8M0"})
 # Names of what belongs to codes: scales, offsets, tables of values.
 _COMPANION = re.compile(
     r"scale|absmax|(^|[._])scb($|[._])|quant_map|quant_state|zero_point|zeros|codebook|centroid|min_max|lut$",
@@ -108,10 +109,12 @@ def _accompanied(names: Iterable[str]) -> set[str]:
     modules = set()
     for name in names:
         parts = name.split(".")
-        for depth in (1, 2, 3):  # `layer.weight.quant_state.nf4` belongs to `layer.weight` and to `layer`
+        # `layer.weight.quant_state.nf4` belongs to `layer.weight` and to `layer`.
+        for depth in (1, 2, 3):
             if len(parts) >= depth and _COMPANION.search(".".join(parts[-depth:])):
                 modules.add(".".join(parts[:-depth]))
-        if _COMPANION.search(parts[-1]):  # `experts.down_proj_scales` belongs to `experts.down_proj_blocks`
+        # `experts.down_proj_scales` belongs to `experts.down_proj_blocks`.
+        if _COMPANION.search(parts[-1]):
             modules.add(_COMPANION.split(name)[0].rstrip("._"))
     return modules
 

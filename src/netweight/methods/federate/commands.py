@@ -38,7 +38,8 @@ from netweight.report.finding import Table
 from netweight.report.report import Report
 from netweight.report.text import format_number
 
-_MOST_ROUNDS = 12  # rounds in the table of a run
+# Rounds in the table of a run.
+_MOST_ROUNDS = 12
 
 
 def run(settings: FolderFederation, context: Context, source: str, destination: Path, audit: bool) -> Result:

@@ -17,7 +17,8 @@ from netweight.errors import UsageError
 from netweight.methods.federate.habits import copied
 from netweight.methods.federate.task import ClientData, Task
 
-_AT_ONCE = 256  # examples that are run through the network at a time
+# Examples that are run through the network at a time.
+_AT_ONCE = 256
 
 
 def refuse_unfit_examples(task: Task, client: int) -> None:

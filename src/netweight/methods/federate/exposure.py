@@ -38,7 +38,8 @@ MARGIN_COSINE = 0.05
 MARGIN_PSNR = 1.0
 # How much of a text may be read beyond what the most frequent tokens of the other clients give.
 MARGIN_TOKENS = 0.1
-SSIM_WINDOW = 11  # pixels of the side of the window in which SSIM compares
+# Pixels of the side of the window in which SSIM compares.
+SSIM_WINDOW = 11
 
 
 @final

@@ -29,7 +29,8 @@ BOOST = 10.0
 TARGET = 0
 # The round in which late Sybils begin to send manipulated updates.
 SYBILS_FROM = 4
-_TRIGGER = 4  # pixels of its side
+# Pixels of the trigger's side.
+_TRIGGER = 4
 # The number of parts of its own data from which a malicious client estimates the variation of honest changes.
 _PARTS = 4
 # The smallest cosine that a malicious client with knowledge of the rule keeps to its honest change.

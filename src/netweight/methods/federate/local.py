@@ -21,7 +21,8 @@ from netweight.methods.federate.task import Task
 
 # Takes "body" or "head" and that half's vector; returns what is added to its gradient.
 Extra = Callable[[str, Tensor], Tensor]
-_Trained = tuple[list[ClientWeights], list[float]]  # each client's weights and mean loss
+# Each client's weights and mean loss.
+_Trained = tuple[list[ClientWeights], list[float]]
 
 
 @final
@@ -237,7 +238,8 @@ class RowwiseSGD:
     """SGD with momentum and weight decay on rows of vectors, one row per client, in place."""
 
     def __init__(self, vectors: Tensor, lr: float, training: LocalTraining) -> None:
-        self.vectors, self._lr, self._training = vectors, lr, training  # vectors: shape `(K, P)`
+        # `vectors` has shape `(K, P)`.
+        self.vectors, self._lr, self._training = vectors, lr, training
         self._velocity = torch.zeros_like(vectors)
 
     def step(self, gradients: Tensor, rows: Sequence[int]) -> None:

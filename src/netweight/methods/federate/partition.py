@@ -22,7 +22,8 @@ TEN_CLASS_GROUPS: tuple[tuple[int, ...], ...] = ((0, 1, 2), (2, 3, 4), (4, 5, 6)
 # The same for EMNIST byclass: digits, upper case, lower case.
 EMNIST_BYCLASS_GROUPS: tuple[tuple[int, ...], ...] = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
 
-_MOST_DRAWS = 1000  # of a Dirichlet partition that leaves a client with too few samples
+# Draws of a Dirichlet partition that leaves a client with too few samples, at most.
+_MOST_DRAWS = 1000
 
 
 def dominant_groups(

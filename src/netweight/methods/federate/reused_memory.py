@@ -20,7 +20,8 @@ class ReusedMemory:
     # work on it. A tensor made of an array keeps that very array alive: while it lives, its block is taken.
 
     def __init__(self) -> None:
-        self._blocks: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}  # memory, and the array last given out
+        # The values are the memory, and the array that was last given out.
+        self._blocks: dict[str, tuple[np.ndarray, weakref.ref[np.ndarray]]] = {}
 
     def empty(self, name: str, shape: Sequence[int], like: Tensor) -> Tensor:
         """Return a tensor with any values, of the kind and on the device of `like`."""

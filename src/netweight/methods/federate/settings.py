@@ -141,7 +141,8 @@ class Federation(Settings):
 
     def sampled(self, clients: int) -> int:
         """Return how many of `clients` a round asks: the share `fraction`, rounded down, and at least one."""
-        return max(int(self.fraction * clients + 1e-9), 1)  # 0.29 of 100 is 28.999… in binary
+        # The addend is needed because 0.29 of 100 is 28.999… in binary.
+        return max(int(self.fraction * clients + 1e-9), 1)
 
     def most_answers(self) -> int | None:
         """Return how often one client may answer, attempts included; None for no limit."""

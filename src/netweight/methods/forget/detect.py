@@ -210,7 +210,8 @@ def detect_resumably(
     distinct = list(dict.fromkeys(prompts))
     batches = [distinct[start : start + at_once] for start in range(0, len(distinct), at_once)]
 
-    def detected(item: Mapping[str, Any]) -> dict[str, Any]:  # ledgers hold this name
+    # Ledgers store the name of this function.
+    def detected(item: Mapping[str, Any]) -> dict[str, Any]:
         return asdict(detect(model, [item["prompt"]], config)[0])
 
     def engine(_: Callable[..., Any], waiting: Sequence[Any], /) -> Iterator[tuple[int, Outcome]]:

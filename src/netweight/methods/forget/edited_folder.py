@@ -59,7 +59,8 @@ def write_edited(
     """
     tree = _fresh_tree(job)
     files = model.files
-    assert files is not None  # loaded from a folder
+    # The model was loaded from a folder, so that its files are known.
+    assert files is not None
     changed = _changed_tensors(model, record)
     # The denoiser's numbers are those of its files from here on, so that its digest is what a reader will find.
     record = replace(record, after=model.digest())

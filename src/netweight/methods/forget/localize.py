@@ -163,7 +163,8 @@ def localize(
     items: list[dict[str, Any]] = [{"prompt": prompt, **about} for prompt in prompts]
     predictions = BlockedPredictions(model, layers, config.detection)
 
-    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:  # ledgers hold this name
+    # Ledgers store the name of this function.
+    def localized(item: Mapping[str, Any]) -> Search[dict[str, Any]]:
         return (yield from search(predictions, item["prompt"], statistics, threshold, config)).to_json()
 
     def describe() -> None:

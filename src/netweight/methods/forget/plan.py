@@ -18,7 +18,8 @@ from netweight.methods.forget.settings import FolderDetection, FolderLocalizatio
 from netweight.nn.text_to_image import most_rows
 from netweight.registry import Result
 
-_SHOWN = 16  # ordinary prompts whose images an audit compares
+# Ordinary prompts whose images an audit compares.
+_SHOWN = 16
 # Bytes per second that a slow disk reads and writes, digests included.
 _COPIED = 400e6
 

@@ -305,7 +305,8 @@ def average_gradients(parameters: Iterable[Tensor], group: ProcessGroup) -> None
     if group.size > 1:
         complete = [value for value in parameters if not is_sharded(value)]
         for value in complete:
-            if value.grad is None:  # other processes may have one
+            # Other processes may have a gradient of this weight.
+            if value.grad is None:
                 value.grad = torch.zeros_like(value)
         group.average(value.grad for value in complete)  # type: ignore[misc]
 

@@ -11,7 +11,8 @@ from torch import nn
 from netweight.hf.load_language_model import vocabulary_of
 from netweight.methods.immunize.gradients import TermLog
 
-_RETAINED_TERMS = ("harmless", "retained")  # terms that must not diverge
+# These terms must not diverge.
+_RETAINED_TERMS = ("harmless", "retained")
 # This many steps in succession may be far worse than guessing.
 _PATIENCE = 5
 
@@ -22,7 +23,8 @@ class DivergenceMonitor:
 
     def __init__(self, model: nn.Module, first: Mapping[str, TermLog] | None = None) -> None:
         self._limit = 2 * math.log(vocabulary_of(model) or math.inf)
-        self._first = first  # terms of the first step, if there was one
+        # Terms of the first step, if there was one.
+        self._first = first
         # The number of steps in succession that were far worse than guessing.
         self.bad = 0
 

@@ -33,7 +33,8 @@ class PrincipalPlane:
         pca = decomposition.PCA(axes, svd_solver="full").fit(points.double().numpy())
         center, directions = torch.from_numpy(pca.mean_), torch.from_numpy(pca.components_)
         largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-        shares = torch.from_numpy(pca.explained_variance_ratio_).nan_to_num()  # 0 / 0 where all points are the same
+        # The shares are 0 / 0 where all points are the same.
+        shares = torch.from_numpy(pca.explained_variance_ratio_).nan_to_num()
         return cls(center, directions * largest.sign(), shares)
 
     def place(self, points: Tensor) -> Tensor:

@@ -9,10 +9,12 @@ from netweight.core.lazy import library
 from netweight.core.seeds import torch_generator
 from netweight.errors import UsageError
 
-_HELD_OUT = 0.3  # share of the examples that a probe is tested on
+# Share of the examples that a probe is tested on.
+_HELD_OUT = 0.3
 
 
-_PENALTY = 1e-2  # on the squares of its weights
+# Penalty on the squares of a probe's weights.
+_PENALTY = 1e-2
 
 
 def probe_accuracies(first: Tensor, second: Tensor, *, seeds: int = 10, seed: int = 0) -> list[float]:

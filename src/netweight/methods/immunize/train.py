@@ -46,7 +46,8 @@ from netweight.methods.immunize.record import RECORD, Record, StepLog
 from netweight.methods.immunize.settings import TrainingSettings, recommended_training
 from netweight.nn.hooks import in_mode
 
-CHECKPOINT = "immunize.net.safetensors"  # the checkpoint's name in a training's folder
+# The checkpoint's name in a training's folder.
+CHECKPOINT = "immunize.net.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # Adam's
 
 

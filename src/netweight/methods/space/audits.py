@@ -22,7 +22,8 @@ from netweight.nn.lora import Adapter, combined
 from netweight.report.audit import Audit
 from netweight.report.finding import Finding, Section
 
-LEAST_AUDITED = 5  # fewest points whose distances to models are reported
+# Fewest points whose distances to models are reported.
+LEAST_AUDITED = 5
 # The largest relative error of an adapter that was written at its own rank, which is that of fp32.
 EXACT = 1e-4
 # The smallest standard deviation of the samples' attributes, as a share of that of the training models.

@@ -286,7 +286,8 @@ class Combinations:
         for start, stack in read_blocks(self.bank, len(self.weights), description="Reading adapters"):
             for name, triples in parts.items():
                 rank = stack.down[name].shape[1]
-                real = torch.arange(rank) < stack.ranks[name][:, None]  # (n, rank): not the zeros of filling up
+                # Shape (n, rank): True except for the zeros that fill up lower ranks.
+                real = torch.arange(rank) < stack.ranks[name][:, None]
                 ups = stack.up[name].to(torch.float64) * stack.scale[name][:, None, None]
                 owner = start + torch.arange(len(stack))[:, None].expand(-1, rank)
                 triples.append((

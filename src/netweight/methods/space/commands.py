@@ -64,7 +64,8 @@ from netweight.store.bank.published import import_published, stable_diffusion_di
 from netweight.store.lora_formats.writing import ExportResult
 
 _SHOWN = 20  # adapters that are listed
-_WIDE = 48  # characters of what their files say
+# Characters of the files' records.
+_WIDE = 48
 
 
 def _opened(space: Path, bank: Path | None) -> WeightSpace:

@@ -39,7 +39,8 @@ _EMBEDDING = re.compile(
     r"(^|.*[._])(embed|embedding|embeddings|embed_tokens|tokens|wte|wpe|shared|relative_attention_bias"
     r"|position_embedding|token_embedding)"
 )
-_POSITION = re.compile(r"relative_attention_bias$")  # an embedding of distances, not of tokens
+# This is an embedding of distances, not of tokens.
+_POSITION = re.compile(r"relative_attention_bias$")
 _HEAD = re.compile(r"(^|.*\.)(lm_head|embed_out|output_projection)")
 # The base must have at least this share of the tuned model's matrices under the same names.
 _LEAST_SHARED = 0.5
@@ -271,7 +272,8 @@ class _Extraction:
 
     def _of_experts(self, name: str, change: Tensor, dtype: torch.dtype) -> Iterator[_Change]:
         """The experts of a packed parameter that changed, one by one."""
-        assert self._modules is not None  # it says which parameters are packed
+        # The modules say which parameters are packed.
+        assert self._modules is not None
         numbers = [number for number, one in enumerate(change) if one.any()]
         self.changed += len(numbers) - 1
         for number in numbers:

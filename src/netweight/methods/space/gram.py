@@ -70,7 +70,8 @@ class NormalizedBank:
     """A bank whose adapters are all as strong as their median: each change times a strength of its own."""
 
     def __init__(self, bank: AdapterBank | StackBank, strengths: Tensor) -> None:
-        self.bank, self.strengths = bank, strengths  # strengths: shape `(n,)`, fp64, of the first n adapters
+        # `strengths` are of the first n adapters, shape `(n,)`, fp64.
+        self.bank, self.strengths = bank, strengths
         self.names, self.shapes, self.digest, self.nbytes = bank.names, bank.shapes, bank.digest, bank.nbytes
         self.base, self.kernels = bank.base, bank.kernels
 

@@ -39,10 +39,12 @@ class Space(Protocol):
     """The parts of a space that inversion needs."""
 
     @property
-    def scores(self) -> Tensor: ...  # of the training models, shape `(n, k)`
+    # Scores of the training models, shape `(n, k)`.
+    def scores(self) -> Tensor: ...
 
     @property
-    def deviations(self) -> Tensor: ...  # of the training scores, shape `(k,)`
+    # Deviations of the training scores, shape `(k,)`.
+    def deviations(self) -> Tensor: ...
 
     def changes(self, scores: Tensor) -> Mapping[str, Tensor]:
         """Module name → ΔW, shape `(b, rows, columns)`, of scores `(b, k)`; gradients flow to these."""
@@ -281,7 +283,8 @@ def invert_targets(
     if not targets or len(set(names)) < len(names):
         raise UsageError(f"{len(names)} targets of {len(set(names))} names.", cure="Give at least one, each once.")
     by_name = {target.name: target for target in targets}
-    for target in targets:  # before any work begins
+    # All targets are checked before any work begins.
+    for target in targets:
         _loss(model, [target], task)
     about = {"model": model.identity(), "space": scores_digest(space.scores), "task": task.to_json()}
     items: list[dict[str, Any]] = [{"name": each.name, "images": _digest(each), **about} for each in targets]

@@ -28,7 +28,8 @@ Measure: TypeAlias = Literal["cosine", "distance"]
 
 # Version of the files of points.
 POINTS_VERSION = 1
-_AT_ONCE = 1024  # points whose distances are computed at a time
+# Points whose distances are computed at a time.
+_AT_ONCE = 1024
 
 
 def scores_digest(scores: Tensor) -> str:

@@ -90,7 +90,8 @@ def moves_of(space: WeightSpace, settings: EditSettings) -> list[Move]:
             line = read_direction(Path(name))
             line.check(space.scores)
         else:
-            assert labels is not None  # checked by the settings
+            # The settings have checked this.
+            assert labels is not None
             line = fit_direction(
                 space.scores, labels, name, kind=settings.kind, folds=settings.folds, seed=settings.seed,
                 confounders=[other for other in settings.confounders if other != name],

@@ -30,7 +30,8 @@ from netweight.methods.federate.updates import Fault, LowRankUpdate, Tensors, Up
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_POLL = 0.5  # seconds between two looks for replies
+# Seconds between two queries for replies.
+_POLL = 0.5
 # After a failure, the SuperLink is asked again after these seconds.
 _AGAIN = (0.5, 1.0, 2.0, 4.0, 8.0)
 # The number of replies that are requested, and are in memory, at a time.
@@ -205,14 +206,16 @@ class Nodes:
         self, clients: Iterable[int], *, timeout: float, most_examples: float, registered: Mapping[int, int] | None
     ) -> None:
         self._clients = frozenset(clients)
-        self._timeout = timeout  # seconds to wait for answers
+        # Seconds to wait for answers.
+        self._timeout = timeout
         self._most_examples = most_examples
         # Node id → client number, if the operator has registered the nodes.
         self._registered = registered
         self._number: dict[int, int] = {}
         # Client number → the first node that claimed it.
         self._holder: dict[int, int] = {}
-        self.examples: dict[int, int] = {}  # client number → examples that it weighs
+        # Client number → number of examples, by which it is weighted.
+        self.examples: dict[int, int] = {}
 
     def connected(self, grid: Grid) -> tuple[dict[int, int], dict[int, str]]:
         """Return client → node for all clients that can be asked, and client → why for those that cannot."""

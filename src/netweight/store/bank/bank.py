@@ -50,7 +50,8 @@ CONVERTED = "converted"
 # Adapters with these endings are found, so that they can be refused by name.
 _UNREAD = (".gguf", ".npz")
 _FACTOR = re.compile(r"lora|hada_|lokr_|\.diff")
-_KEPT = 4096  # plans that are kept, some 20 kB each
+# Plans that are kept, some 20 kB each.
+_KEPT = 4096
 _SHOWN = 20  # problems named in one message
 # A model has denoisers of one kind; that of two stages has `transformer` and `transformer_2`.
 _DENOISER_KINDS = {AUTHORS: AUTHORS, **{name: name.removesuffix("_2") for name in DENOISERS}}
@@ -514,7 +515,8 @@ def _adapters_below(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path
         if path.is_dir() if entry.is_symlink() else entry.is_dir():
             if _is_adapter(path):
                 yield path
-            elif path.resolve() not in above:  # a link may lead back
+            elif path.resolve() not in above:
+                # A link may lead back to a folder above.
                 yield from _adapters_below(path, above)
         elif path.suffix.lower() in (".safetensors", *PICKLES, *_UNREAD):
             yield path

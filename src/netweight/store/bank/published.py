@@ -61,7 +61,8 @@ def stable_diffusion_dimensions(rank: int = 1) -> dict[str, tuple[int, ...]]:
         for number in range(attentions):
             for attention, last in (("attn1", "to_q"), ("attn1", "to_v"), ("attn2", "to_q"), ("attn2", "to_v")):
                 name = f"{peft.PREFIX}{head}.attentions.{number}.transformer_blocks.0.{attention}.{last}"
-                columns = 768 if (attention, last) == ("attn2", "to_v") else width  # the text encoder's width
+                # 768 is the text encoder's width.
+                columns = 768 if (attention, last) == ("attn2", "to_v") else width
                 shapes[f"{name}.lora_A.weight"] = (rank, columns)
                 shapes[f"{name}.lora_B.weight"] = (width, rank)
     return dict(sorted(shapes.items()))

@@ -176,7 +176,8 @@ class ShardRows:
                 heads = {rank: f"{part.dtype} {rank}".encode() for rank in set(ranks)}
                 start = 0
                 for state, rank in zip(states, ranks, strict=True):
-                    if not rank:  # a module that the adapter does not change
+                    # The adapter does not change this module.
+                    if not rank:
                         continue
                     state.update(heads[rank])
                     state.update(data[start : start + rank * width])
@@ -396,7 +397,8 @@ class BankWriter:
         self._compress = compress
         self._shard_bytes = shard_bytes
         self._record = BankRecord(dict(sorted((modules or {}).items())), dict(kernels or {}), base)
-        self._held: dict[str, str] = {}  # name → digest of the content
+        # Name → digest of the content.
+        self._held: dict[str, str] = {}
         self._stamps: dict[str, str] = {}
         self._skipped: dict[str, str] = {}
         self._provenance: dict[str, Mapping[str, str]] = {}

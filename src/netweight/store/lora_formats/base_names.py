@@ -16,7 +16,8 @@ _ALIASES = (
 def base_key(base: str) -> str:
     """Return the key by which base models are compared: equal for mirrors, paths and short names of a model."""
     parts = [part for part in re.split(r"[/\\]", base.strip()) if part]
-    cached = next((part for part in parts if part.startswith("models--")), None)  # a path in the hub's cache
+    # The path may be one in the hub's cache.
+    cached = next((part for part in parts if part.startswith("models--")), None)
     last = cached.rpartition("--")[2] if cached else parts[-1] if parts else ""
     plain = re.sub(r"[-_. ]+", "-", re.sub(r"\.(safetensors|ckpt|bin|gguf)$", "", last.lower())).removesuffix(
         "-diffusers"

@@ -21,7 +21,8 @@ _KEYS = (
     "ss_num_train_images", "modelspec.title", "modelspec.author", "modelspec.license", "modelspec.trigger_phrase",
     "modelspec.architecture", "license", "source", "trained_words",
 )  # fmt: skip
-_TRIGGERS = "ss_tag_frequency"  # folder → tag → how often captions have it
+# The value maps a folder to its tags, and a tag to the number of captions that have it.
+_TRIGGERS = "ss_tag_frequency"
 _LENGTH = 200  # characters that are kept of each
 HASHES = frozenset(("sshs_model_hash", "sshs_legacy_hash", "modelspec.hash_sha256"))
 """Entries of a header that are hashes of the file's tensors."""

@@ -174,7 +174,8 @@ class Naming:
             names: Whose name it must be; by default diffusers' are tried first.
         """
         key = name, flattened, names
-        if key not in self._matches:  # the adapters of a bank have the same names
+        # The adapters of a bank have the same names.
+        if key not in self._matches:
             if len(self._matches) >= _MATCHES_KEPT:
                 self._matches.clear()
             self._matches[key] = self._match(name, flattened, names)

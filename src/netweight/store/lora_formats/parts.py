@@ -227,7 +227,8 @@ def take_rows(tensor: Tensor, rows: RowRanges) -> Tensor:
 def _pair(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path) -> ChangeStructure:
     """The structure of a LoRA, or of one with Tucker's core."""
     if "embedding_A" in shapes and "embedding_B" in shapes:
-        tokens, sides = shapes["embedding_A"], shapes["embedding_B"]  # (rank, tokens) and (width, rank)
+        # The shapes are (rank, tokens) and (width, rank).
+        tokens, sides = shapes["embedding_A"], shapes["embedding_B"]
         if len(tokens) != 2 or len(sides) != 2 or tokens[0] != sides[1] or not tokens[0]:
             raise CorruptBlob(f"{file}: the factors of the embedding {name} have shapes {tokens} and {sides}.")
         return ChangeStructure(tokens[0], (tokens[1], sides[0]), ())
@@ -313,7 +314,8 @@ def load_part(
         change, lost = _own_rows(LowRank(down, tensors["up"].flatten(1).to(dtype), part.scale), part.rows), 0.0
     if magnitude is None:
         return change, lost
-    assert weights is not None  # else the file was refused
+    # Without weights the file was refused before.
+    assert weights is not None
     role, values = magnitude
     weight = weights.weight(name)
     if transposed and weight.ndim == 2:

@@ -17,7 +17,8 @@ from netweight.store.lora_formats.scales import alpha_of
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-COMPRESSED_WEIGHTS = "adapter_model.net.safetensors"  # as `netweight compress` names it
+# `netweight compress` names the file so.
+COMPRESSED_WEIGHTS = "adapter_model.net.safetensors"
 PREFIX = "base_model.model."
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_WEIGHTS = "pytorch_lora_weights.safetensors"

@@ -130,7 +130,8 @@ def experts_joined(changes: Mapping[str, LowRank]) -> dict[str, tuple[LowRank, i
     counts: dict[str, int] = {}
     for name, change in changes.items():
         expert = expert_of(name)
-        assert expert is not None  # the caller chose these
+        # The caller chose names of experts.
+        assert expert is not None
         parameter, number, count = expert
         groups.setdefault(parameter, {})[number] = change
         if counts.setdefault(parameter, count) != count or number >= count:

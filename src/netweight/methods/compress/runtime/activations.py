@@ -27,7 +27,8 @@ _SMALL = 1 << 16
 # If the result is larger than this share of a tensor's bytes, the saving is not worth the decoding.
 _PAYS = 0.75
 _SAMPLE = 4096  # numbers
-_PIECE = 1 << 19  # numbers that are encoded at a time
+# Numbers that are encoded at a time.
+_PIECE = 1 << 19
 # The newest tensor stays uncompressed, because the backward pass begins with it.
 _NEWEST = 1
 _Pack = Callable[[Any], Any]

@@ -23,8 +23,10 @@ from netweight.errors import Unsupported, UsageError
 from netweight.methods.compress.runtime.loss_by_rows import LossByRows, collector_for
 from netweight.methods.compress.runtime.tensor import CompressedTensor
 
-_NUMBERS = 1 << 24  # logits at once, by default: 64 MB in fp32
-_IGNORED = -100  # the label of a token that has no loss, as everywhere in torch and transformers
+# Logits at once, by default: 64 MB in fp32.
+_NUMBERS = 1 << 24
+# The label of a token that has no loss, as everywhere in torch and transformers.
+_IGNORED = -100
 
 
 @final

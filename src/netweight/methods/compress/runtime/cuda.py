@@ -23,12 +23,14 @@ from netweight.codec import cuda
 from netweight.codec.cuda import BlobLayout, LossyLayout, fixed_products
 from netweight.errors import CorruptBlob, Unsupported, UsageError
 
-LENGTH = 8  # bytes of the length at a payload's start
+# Bytes of the length at a payload's start.
+LENGTH = 8
 # The last value is the largest count of numbers of a small weight.
 _CHUNK_LOG2, _SMALL_CHUNK_LOG2, _SMALL = 15, 14, 1 << 24
 # The attribute of a payload with its version and what is known about this version.
 _NOTE = "_netweight"
-_LOOK_EVERY = 16  # decodings between two looks at the status
+# Decodings between two looks at the status.
+_LOOK_EVERY = 16
 _DAMAGED = "Fetch or compress the model again; if that does not help, the memory of the device may be at fault."
 
 Layout = BlobLayout | LossyLayout

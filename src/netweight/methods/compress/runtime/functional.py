@@ -160,7 +160,8 @@ def _cast(x: Any, dtype: torch.dtype, bias: Any) -> Any:
 
 
 def _call(function: Any, x: torch.Tensor, *arguments: Any) -> Any:
-    run = function.apply if torch.is_grad_enabled() else partial(function.forward, None)  # nothing to save it in
+    # Without gradients there is no graph to save the weight in.
+    run = function.apply if torch.is_grad_enabled() else partial(function.forward, None)
     if not _casts(x):
         return run(x, *arguments)
     with torch.autocast(x.device.type, enabled=False):
@@ -432,7 +433,8 @@ def _gathered_rows(
     blob, result = blob_of(local), (*ids.shape, *shape[1:])
     if count == 1:
         first = _checked(int(ids), shape) * width
-        threads = threads_for(local.numel() // shape[0])  # a row may be one of many experts
+        # A row may be one of many experts.
+        threads = threads_for(local.numel() // shape[0])
         row = fill(torch.empty(result, dtype=dtype), local, first, first + width, threads=threads)
         return row if payload.is_cpu else row.to(payload.device)
     indices = ids.cpu()

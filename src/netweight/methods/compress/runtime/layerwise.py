@@ -146,7 +146,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         names = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
         if not names:
             raise UsageError("No parameter of the model requires a gradient.", cure="Call requires_grad_() on some.")
-        self.steps = 0  # updates of the whole model
+        # Number of updates of the whole model.
+        self.steps = 0
         # The norm of all gradients at the last update, if it was measured.
         self.grad_norm: torch.Tensor | None = None
         self._accumulation, self._clip, self._reduce = accumulation_steps, clip_norm, reduce
@@ -167,10 +168,14 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         # In the model's order, in which `clip_grad_norm_` sums up norms, whatever the groups are.
         self._trained.sort(key=lambda each: ranks[each.parameter])
         self.inner = optimizer_class(chosen, **options)
-        self._micro = 0  # backward passes since the last update
-        self._pass: weakref.ref[_Pass] | None = None  # the backward pass at work
-        self._updated = 0  # parameters updated in it
-        self._ending: Callable[[], None] | None = None  # ends the last write
+        # Number of backward passes since the last update.
+        self._micro = 0
+        # The backward pass that is under way.
+        self._pass: weakref.ref[_Pass] | None = None
+        # Number of parameters updated in that pass.
+        self._updated = 0
+        # Function that ends the last write.
+        self._ending: Callable[[], None] | None = None
         # The weight that is updated next.
         self._waiting: _PendingGradient | None = None
         self._mode = _UPDATE
@@ -475,7 +480,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
     def _update(self, trained: _Trained, gradient: Any) -> None:
         """Step one parameter."""
         parameter = trained.parameter
-        self._end_write()  # the last weight's, which was encoded meanwhile
+        # The last weight was encoded meanwhile.
+        self._end_write()
         if isinstance(gradient, GradientSum):
             self._update_by_tiles(trained, gradient)
             return
@@ -576,7 +582,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             self._step_only(trained, shell)
         finally:
             states = self.inner.state.get(shell, {})
-            for name in states:  # one after the other
+            # The states are processed one after the other.
+            for name in states:
                 states[name] = _as_kept(states[name], self._states, waiting.get(name))
 
     def _step_only(self, trained: _Trained, shell: nn.Parameter) -> None:

@@ -137,7 +137,8 @@ class ProductPart:
 
     def _block(self, at: int) -> torch.Tensor:
         if self._last is None or self._last[0] != at:
-            self._last = None  # its memory is free for the next one
+            # The memory of the last block is free for the next one.
+            self._last = None
             product = (self._slopes[at].t() @ self._inputs).to(self._dtype)
             self._last = at, product.mul_(self._scale).view(-1)
         return self._last[1]

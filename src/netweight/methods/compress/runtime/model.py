@@ -29,7 +29,8 @@ Prefer = Literal["memory", "speed"]
 Patterns = Select | str | Iterable[str] | None
 # An embedding reads few rows at a time, so its chunks are small: 16,384 numbers.
 _ROW_CHUNKS = 14
-_TOGETHER = 256 << 20  # bytes of payloads that share a segment of a GPU's memory
+# Bytes of payloads that share a segment of a GPU's memory.
+_TOGETHER = 256 << 20
 # Addresses are multiples of so many bytes, as in torch.
 _ALIGNMENT = 512
 
@@ -189,7 +190,8 @@ def _put_side_by_side(payloads: list[torch.Tensor]) -> None:
             for payload, start in zip(together, [0, *sizes], strict=False):
                 payload.data = room[start : start + payload.numel()].copy_(payload)
             del room, payload
-        payloads = payloads[max(1, len(together)) :]  # a larger one stays where it is
+        # A payload that is larger than a segment stays where it is.
+        payloads = payloads[max(1, len(together)) :]
     torch.cuda.empty_cache()
 
 
@@ -241,7 +243,8 @@ def decompress_(model: nn.Module, *, include: Patterns = None, exclude: Patterns
 
 def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
     """Refuse to replace parameters, given by id, that an optimizer holds and would step on, unseen."""
-    if not names:  # the search inspects all objects of the process
+    # The search inspects all objects of the process, which takes long.
+    if not names:
         return
     held = _held_by_optimizers(names)
     if held:

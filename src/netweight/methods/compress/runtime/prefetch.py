@@ -216,7 +216,8 @@ class BorrowedBuffer:
 class SideStream:
     """Lends the weights of one device and decodes those that will probably be asked for next."""
 
-    def __init__(self, streams: Any) -> None:  # `Streams`; tests simulate them, in any order
+    # `streams` are `Streams`; tests simulate them, in any order.
+    def __init__(self, streams: Any) -> None:
         # Weights that were ready, or being decoded, when they were needed.
         self.hits = 0
         self._streams = streams
@@ -298,7 +299,8 @@ class SideStream:
         try:
             weight = self._streams.decode_aside(payload, buffer.memory)
         except (torch.OutOfMemoryError, OutOfMemory):
-            return None  # a rounded weight takes more memory than its buffer
+            # A rounded weight takes more memory than its buffer.
+            return None
         buffer.in_use = True
         return _OnSideStream(payload, direction, version, buffer, weight, self._streams.mark_aside())
 
@@ -309,7 +311,8 @@ class SideStream:
             try:
                 buffer.memory = self._streams.allocate(nbytes)
             except torch.OutOfMemoryError:
-                return False  # decoding when the weight is needed takes less memory
+                # Decoding when the weight is needed takes less memory.
+                return False
         return True
 
     def _take_back(self, buffer: _Buffer) -> None:

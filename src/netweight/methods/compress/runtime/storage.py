@@ -130,7 +130,8 @@ class CompressedStorage:
         if math.prod(self.shape) * self.dtype.itemsize > _SMALL:
             return None
         if payload.is_inference() or payload.is_shared():  # type: ignore[no-untyped-call]
-            return None  # torch does not count all writes
+            # Torch does not count all writes.
+            return None
         weight = decode_here(payload, self.shape, self.dtype)
         self.decoded = payload, payload._version, weight
         _small.append(weakref.ref(self))
@@ -165,7 +166,8 @@ class CompressedStorage:
         if self.fixed:
             torch.autograd.graph.increment_version(self.payload)
         else:
-            self._wrote_there(self.payload.numel() - LENGTH)  # the blob and zeros
+            # The blob and zeros fill the payload after its length.
+            self._wrote_there(self.payload.numel() - LENGTH)
         return lambda: None if fits() else self._write_elsewhere(weight)
 
     def _write_elsewhere(self, weight: torch.Tensor) -> None:
@@ -315,7 +317,8 @@ class CompressedStorage:
 
 # ---- weights that a backward pass needs several times ----------------------------------------------------------------
 
-_RECENT_BYTES = {"cpu": 0, "cuda": 1 << 29}  # a block of Llama-3 8B has 436 MB
+# A block of Llama-3 8B has 436 MB.
+_RECENT_BYTES = {"cpu": 0, "cuda": 1 << 29}
 
 
 @final
@@ -327,7 +330,8 @@ class Recent:
     def __init__(self) -> None:
         self._weights: OrderedDict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = OrderedDict()
         self._nbytes = 0
-        self._pass = -1  # torch's number of it
+        # Torch's number of the pass.
+        self._pass = -1
 
     def of(self, payload: torch.Tensor, decode: Callable[[], torch.Tensor], nbytes: int) -> torch.Tensor:
         """The weight of a payload, decoded if it is not here, and kept instead of the oldest ones."""
@@ -569,7 +573,8 @@ def _with_checks(payload: torch.Tensor) -> torch.Tensor:
     blob = blob_of(payload)
     try:
         index = read_index(blob)
-    except (CorruptBlob, Unsupported):  # rounded, which has no such index, or damaged, which decoding reports
+    except (CorruptBlob, Unsupported):
+        # A rounded blob does not have such an index; decoding reports a damaged one.
         return payload
     if len(index.checks) and not index.checks.any():
         whole = cuda.with_checks(payload[LENGTH : LENGTH + len(blob)])

@@ -24,7 +24,8 @@ from netweight.methods.compress.runtime.storage import CompressedStorage, layout
 from netweight.store.choices import Level
 
 aten = torch.ops.aten
-_View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]  # operator, arguments, named ones, which
+# The entries are: operator, arguments, named arguments, number of the result.
+_View = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], int | None]
 
 _mapped, _traced = torch._C._functorch.peek_interpreter_stack, torch._C._get_tracing_state
 _FORWARD = torch.autograd.forward_ad
@@ -268,7 +269,8 @@ def _cut(weight: torch.Tensor, views: tuple[_View, ...]) -> torch.Tensor:
     for func, args, kwargs, which in views:
         weight = func(weight, *args, **dict(kwargs))
         if which is not None:
-            weight = weight[which]  # one of several that the operator gave
+            # The operator returned several tensors.
+            weight = weight[which]
     return weight
 
 

@@ -25,7 +25,8 @@ from netweight.store.choices import Level
 States = Literal["dense", "compressed", "offloaded"]
 # States are written in every step, so half a percent of size is not worth the time.
 STATE_LEVEL: Level = "fast"
-_NUMBERS = 1 << 20  # numbers in a tile, a power of 2
+# Numbers in a tile, a power of 2.
+_NUMBERS = 1 << 20
 # The binary logarithm of the numbers in a chunk of states, for a weight of which a batch changes only few rows.
 _SPARSE_CHUNK_LOG2 = 12
 # The binary logarithm of the numbers in the codec's largest chunk of floats, unless another size is chosen.
@@ -57,7 +58,8 @@ def tiles(parameter: torch.Tensor) -> Iterator[tuple[int, int]]:
     """First and last number (exclusive) of each tile of a parameter; all but the last are whole chunks."""
     count, step = parameter.numel(), max(_NUMBERS, torch.get_num_threads() << _CHUNK_LOG2)
     if isinstance(parameter, CompressedTensor) and not parameter.stored.fixed:
-        step = max(step, 1 << blob_of(parameter.payload)[6])  # the byte with the size of its chunks
+        # Byte 6 of a blob is the binary logarithm of its chunks' size.
+        step = max(step, 1 << blob_of(parameter.payload)[6])
     return ((first, min(first + step, count)) for first in range(0, count, step))
 
 
@@ -213,7 +215,8 @@ class StateTiles:
         sparse = not state and how == "compressed" and gradient.is_mostly_zeros(1 << _SPARSE_CHUNK_LOG2)
         self._chunk_log2 = _SPARSE_CHUNK_LOG2 if sparse else None
         self._tiled: dict[str, Tiled] = {}
-        self._before = dict(state)  # what every tile begins with
+        # Every tile begins with this state.
+        self._before = dict(state)
         self._after = dict(state)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == shape:

@@ -309,12 +309,15 @@ class FactoredHeads:
     ) -> None:
         generated, hidden = weight.shape
         self._weight = weight
-        self._left = memory.empty("left", (clients, steps, generated), weight)  # g of each step
-        self._right = weight.new_empty(clients, steps, hidden + 1)  # c m of each step
+        # g of each step.
+        self._left = memory.empty("left", (clients, steps, generated), weight)
+        # c m of each step.
+        self._right = weight.new_empty(clients, steps, hidden + 1)
         self._taken = [0] * clients
         self._running = Coefficients(training)
         self._history: list[tuple[float, Tensor]] = [(1.0, weight.new_empty(0))]
-        self._units = [hidden]  # whose columns of W₀ were read, in the order of the rows of `_base`
+        # The units whose columns of W₀ were read, in the order of the rows of `_base`.
+        self._units = [hidden]
         self._base = memory.empty("base", (hidden + 1, generated), weight)
         self._base[0] = bias
 
@@ -380,8 +383,10 @@ class Coefficients:
 
     def __init__(self, training: LocalTraining) -> None:
         self._training = training
-        self.scale, self._drift = 1.0, 0.0  # scale: a_t, the factor of W₀ in W_t
-        self.weights = torch.zeros(0, dtype=torch.float64)  # b_{t,i}, the factor of step i in W_t
+        # `scale` is a_t, the factor of W₀ in W_t.
+        self.scale, self._drift = 1.0, 0.0
+        # `weights` are b_{t,i}, the factor of step i in W_t.
+        self.weights = torch.zeros(0, dtype=torch.float64)
         self._velocity = torch.zeros(0, dtype=torch.float64)
 
     def step(self) -> None:

@@ -32,7 +32,8 @@ class Esd(TrainedEdit):
     )
 
     def further(self, memorized: int) -> int:
-        return memorized  # the original's answers to the prompts
+        # These are the original's answers to the prompts.
+        return memorized
 
     def questions(self, training: EditTraining, count: int, generator: Generator) -> MemorizedBatch:
         """Ask on memorized images; the answer is that without a prompt, less what the prompt adds to it."""

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 # A question at the noisiest timesteps is drawn from the last one in this many timesteps.
 _TOP = 40
-_LEAST = 0.02  # weight of the smallest errors
+# Weight of the smallest errors.
+_LEAST = 0.02
 
 
 @final

@@ -33,8 +33,10 @@ TrainedEdit: TypeAlias = Any
 # Name of the checkpoint in the folder of the job.
 CHECKPOINT = "distil.net.safetensors"
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_IMAGES = "images to learn from"  # a folder beside it
-_KEEP_EVERY = 50  # steps from one checkpoint to the next,
+# Name of the folder of images beside the checkpoint.
+_IMAGES = "images to learn from"
+# Steps from one checkpoint to the next.
+_KEEP_EVERY = 50
 # A checkpoint is also written after so many seconds.
 _KEEP_SECONDS = 600
 # One ordinary prompt in this many is not trained on.

@@ -37,7 +37,8 @@ class LooksAhead(Defense[S]):
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        language_model.structure_of(model)  # refuses what is not a decoder
+        # This call refuses models that are not decoders.
+        language_model.structure_of(model)
         yield
 
 
@@ -58,7 +59,8 @@ class WithOriginal(Defense[S]):
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        language_model.structure_of(model)  # refuses what is not a decoder
+        # This call refuses models that are not decoders.
+        language_model.structure_of(model)
         steps.refuse_sharded(self, model)
         self._copy = copy.deepcopy(model).requires_grad_(False).eval()
         try:

@@ -55,7 +55,8 @@ class BoosterDefense(MovesWeights[Booster]):
         yield self.retained_terms(model, batch.harmless, batch.group, "harmless")
         weights = [value for value in model.parameters() if value.requires_grad]
         with drawing.same_draws_after(weights):
-            loss = losses.response_loss(model, batch.harmful, batch.group)  # the same dropout as below
+            # The dropout is the same as below.
+            loss = losses.response_loss(model, batch.harmful, batch.group)
         gradients = steps.gradients_of(loss, weights, batch.group, keep=True)
         length = self.settings.step / max(1e-12, float(nn.utils.get_total_norm(gradients)))
         yield {"harmful": Term(loss, self.settings.strength)}

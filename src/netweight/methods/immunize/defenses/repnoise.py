@@ -102,11 +102,13 @@ class RepNoiseDefense(Defense[RepNoise]):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"config": super().options}  # records of version 0.1.0 store these settings under `config`
+        # Records of version 0.1.0 store these settings under `config`.
+        return {"config": super().options}
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:
-        blocks = list(language_model.structure_of(model).blocks)  # refuses what is not a decoder
+        # This call refuses models that are not decoders.
+        blocks = list(language_model.structure_of(model).blocks)
         if self.settings.norms is not None:
             if any(map(distributed.is_sharded, model.parameters())):
                 raise Unsupported(

@@ -39,7 +39,8 @@ from netweight.nn.text_to_image import TextToImage
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_AXES = 4  # components that can be put on the map's axes
+# Components that can be put on the map's axes.
+_AXES = 4
 # The most bytes that a page may contain, before base64.
 _MOST_BYTES = 3_700_000
 # What the page's engine reads off the weights of a U-Net, or needs not know once times are embedded.

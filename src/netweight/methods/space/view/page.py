@@ -293,7 +293,8 @@ def _repeated(names: Sequence[str]) -> str | None:
 
 
 _HERE = "netweight.methods.space.view"
-_SMALL = 96  # pixels: images below are enlarged without smoothing, so that their pixels can be seen
+# Images of fewer pixels a side are enlarged without smoothing, so that their pixels can be seen.
+_SMALL = 96
 _KINDS = {
     "direction": ("Directions", "Found from labels: each changes one attribute, as far as the models allow."),
     "component": ("Principal components", "Directions in which the models differ most. Their effect has no name."),
