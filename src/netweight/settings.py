@@ -562,7 +562,7 @@ def _refusal(kind: type[Settings], error: pydantic.ValidationError) -> Netweight
             return cast("NetweightError", problem["ctx"]["error"])
     if len(problems) == 1 and isinstance(own := problems[0].get("ctx", {}).get("error"), NetweightError):
         reason = str(own).removesuffix(f" {own.cure}") if own.cure else str(own)
-        return UsageError(f"{_place(kind, problems[0]['loc'])}: {reason}", cure=own.cure)
+        return UsageError(f"{_field_path(kind, problems[0]['loc'])}: {reason}", cure=own.cure)
     return _listed(_lines(kind, error))
 
 

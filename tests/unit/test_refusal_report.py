@@ -70,6 +70,6 @@ def test_an_edit_after_which_all_answers_are_alike_is_said_to_have_lost_more_tha
         (tmp_path / f"{name}.jsonl").write_text("{}")
     settings = RefusalSettings(refused=tmp_path / "refused.jsonl", ordinary=tmp_path / "ordinary.jsonl")
     after = Refusal(refusals, 4, 0, 0.3, 0.05, 1.0, None, None, different)
-    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), Score(0.1, 0.05), after)]
+    edits = [ScoredEdit(SimpleNamespace(kind="directions", label="of block 1"), EditScore(0.1, 0.05), after)]
     conclusion = refusal_section(measured(4), edits, settings, seed=0).conclusion
     assert ("gives only 1 different answer to 4 prompts" in conclusion) == said

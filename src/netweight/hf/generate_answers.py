@@ -136,7 +136,7 @@ def _by(
     """Generate in one way; None if it changes an answer."""
     answers: list[list[int]] = [[] for _ in prompts]
     alone = way.cached and getattr(getattr(model, "config", None), "model_type", None) in _ALONE
-    for rows in _batches(prompts, padded=way.padded, most=1 if alone else _BATCH_ROWS):
+    for rows in _batches(prompts, padded=way.padded, most_rows=1 if alone else _BATCH_ROWS):
         batch = [prompts[row] for row in rows]
         # The first row of a batch is the longest, which shows windows, and the last one has the most padding.
         seen = _Logits((0, len(rows) - 1)) if way.cached else None
@@ -186,7 +186,7 @@ def _as_without_cache(
     return alike(output.logits[0, -count:], logits[:count])
 
 
-def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most: int) -> Iterator[list[int]]:
+def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most_rows: int) -> Iterator[list[int]]:
     """Yield rows of like length, the longest first, so that what does not fit into memory fails at once."""
     batch: list[int] = []
     for row in sorted(range(len(prompts)), key=lambda row: -len(prompts[row])):
