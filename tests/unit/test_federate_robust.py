@@ -19,7 +19,7 @@ from netweight.methods.federate.screening import screen
 from netweight.methods.federate.settings import Lie
 from netweight.methods.federate.updates import LowRankUpdate, Update
 
-TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
+TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=10)
 LIES = Lie.__args__  # type: ignore[attr-defined]
 UNSEEN = ("knowing", "alie", "minmax", "late-sybils", "hidden-backdoor")  # lies that keep within what a screen can see
 LOW_RANK_LIES = ("scaled", "claimed", "colluding", "knowing", "late")
