@@ -41,7 +41,7 @@ from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.settings import Phase
 from netweight.methods.federate.updates import Update
 
-TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
+TRAINING = LocalTraining(epochs=2, lr=0.1, batch_size=10)
 METHODS = {
     "fedavg": fedavg(TRAINING),
     "private head": fedavg_private_head(TRAINING),
@@ -301,7 +301,9 @@ def test_a_plan_takes_the_methods_own_rate_unless_it_says_another() -> None:
 
 def test_clients_that_join_after_training_learn_an_embedding_and_a_head() -> None:
     task = small_task(clients=4, n=40)
-    run = train(task, METHODS["hyperfl"], Federation(rounds=8))
+    # Smaller steps than those of other tests: the client that joins learns from as few examples as they.
+    method = HyperFL(TRAINING.replace(lr=0.05, batch_size=5), embedding=4, hidden=(16,))
+    run = train(task, method, Federation(rounds=8))
     late = small_task(clients=5, n=40).client(4)
     begun = run.method.weights(task, run.state, run.method.private_start(task, 0, seed=1))
     learned = join(run, late, seed=1)
