@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import final
 
 # The begin and the end of a thought, as families write them: DeepSeek and Qwen, EXAONE, Seed, Magistral, Command,
@@ -136,7 +137,12 @@ def holds_phrase(text: str, phrases: Iterable[str]) -> bool:
     words, such as Chinese, and those that write particles onto words, such as Korean, have no such borders.
     """
     plain = normalized(text)
-    return any(_holds_words(plain, normalized(phrase)) for phrase in phrases)
+    return any(_holds_words(plain, phrase) for phrase in _all_normalized(tuple(phrases)))
+
+
+@lru_cache(maxsize=64)  # callers ask about the same phrases for each of thousands of answers
+def _all_normalized(phrases: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(normalized, phrases))
 
 
 def _holds_words(text: str, phrase: str) -> bool:
