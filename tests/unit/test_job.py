@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from netweight.core.engines import in_process
 from netweight.errors import CorruptBlob, OutputExists, OutputFailed, UsageError
@@ -406,15 +407,15 @@ def test_killed_at_any_moment_it_ends_as_one_that_was_left_alone(tmp_path, over)
     if over == "over":
         destination.mkdir()
         (destination / "old").write_bytes(b"old")
-    program = [sys.executable, "-c", WORKER, str(destination), str(files), over]
+    program, libraries = ("-c", WORKER, destination, files, over), ("torch", "netweight.job")
     ends = time.monotonic() + 13
     kills = 0
     while time.monotonic() < ends and kills < 6:
-        with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            process.stdout.readline()
-            time.sleep(moments.uniform(0, 0.15))
-            process.send_signal(signal.SIGKILL)
-            _, said = process.communicate(timeout=30)
+        process = warm.start(*program, libraries=libraries)
+        assert next(process.lines()) == "ready\n"
+        time.sleep(moments.uniform(0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        _, said = process.communicate(timeout=30)
         assert process.returncode == -signal.SIGKILL or not said.strip() or "OutputExists" in said, said
         found = held(destination) if destination.exists() else None
         assert found in ((expected, older) if over == "over" else (expected, None))
@@ -422,7 +423,8 @@ def test_killed_at_any_moment_it_ends_as_one_that_was_left_alone(tmp_path, over)
         if found == expected:
             break
     if not destination.exists() or held(destination) != expected:
-        subprocess.run(program, check=True, capture_output=True, timeout=60)
+        done = warm.run(*program, timeout=60, libraries=libraries)
+        assert done.returncode == 0, done.stderr
     assert held(destination) == expected
     check_destination(destination, overwrite=True)
     assert os.listdir(tmp_path) == ["made"]
