@@ -1,11 +1,10 @@
 """The JSON schema of recipes: that of the file beside the recipes, and saying the same as the reader."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 
 from netweight.errors import UsageError
@@ -32,9 +31,8 @@ def validator(schema):
 
 def test_the_file_is_what_the_command_prints(schema):
     """In a process of its own: here tests register treatments."""
-    printed = subprocess.run(
-        [sys.executable, "-m", "netweight", "run", "--schema"], capture_output=True, text=True, check=True
-    )
+    printed = warm.run("-m", "netweight", "run", "--schema")
+    assert printed.returncode == 0, printed.stderr
     assert printed.stdout == FILE.read_text(), "netweight run --schema > src/netweight/recipes/recipe.schema.json"
 
 
