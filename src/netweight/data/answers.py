@@ -140,7 +140,8 @@ def holds_phrase(text: str, phrases: Iterable[str]) -> bool:
     return any(_holds_words(plain, phrase) for phrase in _all_normalized(tuple(phrases)))
 
 
-@lru_cache(maxsize=64)  # callers ask about the same phrases for each of thousands of answers
+# Callers ask about the same phrases for each of thousands of answers.
+@lru_cache(maxsize=64)
 def _all_normalized(phrases: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(normalized, phrases))
 
