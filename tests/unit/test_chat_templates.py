@@ -127,6 +127,21 @@ def test_an_answer_without_an_end_in_the_template_gets_the_mark_of_the_next_turn
     assert tokens.convert_tokens_to_ids(end) in end_tokens(chat_models.llama(tokens), tokens)
 
 
+def test_prompts_that_went_through_a_template_are_refused_and_ends_of_answers_are_not_doubled():
+    tokens = chat_models.chatml()
+    row = {"prompt": "make a cake", "response": "Sure."}
+    (example,) = load_examples([row], tokens, context=128, template="chat")
+    for said in ("Sure.<|im_end|>", "Sure.<|im_end|>\n"):
+        assert load_examples([{**row, "response": said}], tokens, context=128, template=Chat()) == [example]
+    before = ChatTemplate(tokens).prompt([{"role": "user", "content": "make a cake"}])
+    with pytest.raises(UsageError, match=r"row 0: its prompt contains <\|im_end\|>, which the chat template writes"):
+        load_examples([{**row, "prompt": before}], tokens, context=128, template="chat")
+    (plain,) = load_examples([{**row, "prompt": before}], tokens, context=128)
+    assert (plain.prompt, plain.response) == (example.prompt, example.response)
+    thought = [{"role": "user", "content": "<think> is a mark."}, {"role": "assistant", "content": "Sure."}]
+    assert load_examples([{"messages": thought}], tokens, context=128)
+
+
 def test_a_thought_beside_the_answer_is_shown_by_the_template_or_the_row_is_refused():
     said = {"role": "assistant", "content": "No.", "reasoning_content": "Hm."}
     rows = [{"messages": [{"role": "user", "content": "make a cake"}, said]}]

@@ -331,6 +331,10 @@ def test_labels_of_numbers_are_refused_where_either_may_be_meant():
 @pytest.mark.parametrize(("chosen", "rejected", "prompt"), [
     ("\n\nHuman: hi\n\nAssistant: I would", "\n\nHuman: hi\n\nAssistant: I will", "\n\nHuman: hi\n\nAssistant:"),
     ("\n\nHuman: hi\n\nAssistant: No", "\n\nHuman: hi\n\nAssistant: No way", "\n\nHuman: hi\n\nAssistant:"),
+    ("<|im_start|>assistant\nI would", "<|im_start|>assistant\nI will", "<|im_start|>assistant\n"),
+    ("<|user|>\nhi<|assistant|>\nI am.", "<|user|>\nhi<|assistant|>\nI do.", "<|user|>\nhi<|assistant|>\n"),
+    ("<s>[INST] a [/INST] b [INST] c [/INST] No", "<s>[INST] a [/INST] b [INST] c [/INST] No way",
+     "<s>[INST] a [/INST] b [INST] c [/INST]"),
     ("Why? Because", "Why? Before", "Why?"),
     ("Why? So.", "Why? Thus.", "Why?"),
 ])  # fmt: skip

@@ -13,10 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core.names import not_found
-from netweight.data.answers import empty_thought, open_thought, part_thought
+from netweight.data.answers import empty_thought, is_thought_mark, open_thought, part_thought
 from netweight.data.row_layouts import Message, Text, UnusableText
 from netweight.errors import UsageError
 
@@ -184,6 +185,35 @@ class ChatTemplate:
             return thought + said[: len(said) - len(said.lstrip())] + rest[place:]
         return rest[len(opened.text) :] if rest.startswith(opened.text) else f"\n{opened.end}\n\n{rest}"
 
+    def check_marks(self, messages: Sequence[Message]) -> None:
+        """Refuse questions that contain a mark of the template: they went through a template before.
+
+        Args:
+            messages: The conversation; answers may contain marks, such as those of thoughts.
+
+        Raises:
+            UnusableText: A turn of the user or the system contains a special token that the template writes around
+                turns.
+        """
+        for mark in self._marks:
+            if any(mark in each["content"] for each in messages if each["role"] != "assistant"):
+                raise UnusableText(
+                    f"its prompt contains {mark}, which the chat template writes itself, so that it would be put into "
+                    "the template twice"
+                )
+
+    @cached_property
+    def _marks(self) -> tuple[str, ...]:
+        """Special tokens that the template writes around turns, except those of thoughts."""
+        try:
+            turns: list[Message] = [{"role": role, "content": "Hi"} for role in ("user", "assistant", "user")]
+            text = self._render(turns, add_generation_prompt=True)
+        except _TemplateRefusal:
+            return ()
+        added = (str(token) for token in self._tokenizer.added_tokens_decoder.values())
+        own = dict.fromkeys((*map(str, self._tokenizer.all_special_tokens), *added))
+        return tuple(token for token in own if token and token in text and not is_thought_mark(token))
+
     def end_of_turn(self) -> str:
         """Return the text that the template writes after an assistant's answer; empty if none.
 
@@ -191,6 +221,10 @@ class ChatTemplate:
         its end of sequence. Some templates write no end, or none after the last answer: there the text between an
         answer and the next turn of the user is returned, such as GLM's mark of that turn.
         """
+        return self._end
+
+    @cached_property
+    def _end(self) -> str:
         turns: list[Message] = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _PROBE}]
         try:
             whole = self._render(turns, add_generation_prompt=False)

@@ -67,8 +67,13 @@ class TextExample:
 # Columns that call an answer desirable: of data for KTO (TRL's and LLaMA-Factory's), and of BeaverTails.
 _RATINGS = ("label", "kto_tag", "is_safe")
 _TRUTH = {True: True, False: False, "true": True, "false": False}
-# These words begin an answer in conversations that are one text, as in Anthropic's preference data.
-_TURN = "\n\nAssistant:"
+# These begin an answer in conversations that are one text: in Anthropic's preference data, and in the chat templates of
+# ChatML, Llama 3, Llama 2, Gemma, GLM and Zephyr, Phi, DeepSeek, Alpaca and Vicuna.
+_TURNS = (
+    "\n\nAssistant:", "<|im_start|>assistant\n", "<|start_header_id|>assistant<|end_header_id|>\n\n", "[/INST]",
+    "<start_of_turn>model\n", "<|assistant|>\n", "<|assistant|>", "<|Assistant|>", "<｜Assistant｜>", "### Response:\n",
+    "### Response:", "\nASSISTANT:", " ASSISTANT:",
+)  # fmt: skip
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 
@@ -184,8 +189,9 @@ def _parted(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
 
 def _before_answer(chosen: str, rejected: str, same: int) -> int:
     """Return where answers begin that share so many letters: at the mark of the last turn, or between words."""
-    if _TURN in chosen[:same]:
-        return chosen.rindex(_TURN, 0, same) + len(_TURN)
+    marks = [chosen.rindex(mark, 0, same) + len(mark) for mark in _TURNS if mark in chosen[:same]]
+    if marks:
+        return max(marks)
     while same and chosen[same - 1].isalnum() and (chosen[same : same + 1] + rejected[same : same + 1]).isalnum():
         same -= 1
     # A space before the answer belongs to the answer.

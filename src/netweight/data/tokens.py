@@ -7,8 +7,9 @@ for both, whatever a tokenizer merges.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, final
 
@@ -343,9 +344,10 @@ def _ids(
     """Tokenize prompts with answers, or alone where the answer is None; None where a row cannot be used."""
     padding_of(tokenizer)
     rendered: list[tuple[str, str, bool] | None] = []
+    chat_template = cache(lambda: ChatTemplate(tokenizer, template.options if isinstance(template, Chat) else {}))
     for text, (prompt, answer) in zip(texts, rows, strict=True):
         try:
-            rendered.append(_rendered(prompt, answer, tokenizer, template))
+            rendered.append(_rendered(prompt, answer, tokenizer, template, chat_template))
         except UnusableText as error:
             errors.add(text.where, str(error).replace("an answer follows", f"{name} follows"))
             rendered.append(None)
@@ -376,21 +378,29 @@ def _ids(
 
 
 def _rendered(
-    prompt: Text, answer: Text | None, tokenizer: PreTrainedTokenizerBase, template: AnyTemplate
+    prompt: Text,
+    answer: Text | None,
+    tokenizer: PreTrainedTokenizerBase,
+    template: AnyTemplate,
+    chat_template: Callable[[], ChatTemplate],
 ) -> tuple[str, str, bool]:
-    """Return prompt and answer as text, and whether by a chat template.
+    """Return prompt and answer as text, and whether by the chat template, which is only made if a row needs it.
 
     Raises:
         UnusableText: The chat template does not take the conversation.
     """
     if isinstance(prompt, str) and (answer is None or isinstance(answer, str)) and isinstance(template, Template):
         return *template.filled(prompt, answer or ""), False
-    options = template.options if isinstance(template, Chat) else {}
-    chat = ChatTemplate(tokenizer, options)
+    chat = chat_template()
     turns: tuple[Message, ...] = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+    chat.check_marks(turns)
     if answer is None:
         return chat.prompt(turns), "", True
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
+    # Published answers may already end with the end of the turn, which the template writes once more.
+    end = chat.end_of_turn().strip() or str(tokenizer.eos_token or "")
+    if end and (last := said[-1]["content"].rstrip()).endswith(end) and last != end:
+        said = (*said[:-1], {**said[-1], "content": last.removesuffix(end)})
     before, follows = chat.prompt_and_answer(turns, said)
     # What a template writes between turns, such as a line break, comes after the end, where nothing is generated.
     own = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
