@@ -10,7 +10,7 @@ from typing import Any
 
 
 class _ImportWatcher:
-    """Stands in `sys.meta_path` until transformers or diffusers is imported; `netweight.autoload` does the rest."""
+    """Finder in `sys.meta_path` until transformers or diffusers is imported; `netweight.autoload` does the rest."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Any, target: Any = None) -> None:

@@ -40,7 +40,7 @@ def install() -> None:
 
 
 class _Finder:
-    """Finds what others find, and has modules told as soon as they have been executed."""
+    """Import finder that delegates to the other finders, and runs hooks as soon as a module was executed."""
 
     def __init__(self) -> None:
         # Where one of them imports torch, and that us, it is told at the next import after its own has ended.

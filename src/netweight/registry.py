@@ -438,7 +438,7 @@ class Attack(Command[S]):
     where a method makes it.
     """
     reads: Callable[[S], Iterable[Path]] | None = None
-    """As of `Method`."""
+    """As the field of `Method`."""
     takes: tuple[str, ...] = ("model",)
     """The kinds of results that it can be run on."""
 

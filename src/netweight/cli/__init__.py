@@ -100,7 +100,7 @@ def _foreign() -> dict[str, str]:
 
 
 def _lines() -> dict[str, str]:
-    """Every first word of a command, and what it is for; packages of others are not imported."""
+    """Purpose of the commands by their first word; packages of others are not imported."""
     own = {name: line for name, (_, line) in OWN.items() if name not in NEEDS or _installed(name)}
     for point in points(METHODS):
         if is_own(point):

@@ -98,7 +98,7 @@ def _warn_once() -> None:
 
 
 def codec_for(path: str) -> Codec:
-    """The module that runs a code path; warns once if that is Python and nobody asked for it."""
+    """The module that runs a code path; warns once if that is Python and was not asked for."""
     if path == "python":
         return _in_python()
     if path != "auto" and path not in best.paths():

@@ -183,7 +183,7 @@ def _chosen(bits: torch.Tensor) -> FixedLayout:
 
 
 def _exponents(flat: torch.Tensor) -> tuple[torch.Tensor, int | torch.Tensor]:
-    """How many weights have each exponent, and how many are zeros."""
+    """Number of weights with each exponent, and number of zeros."""
     if flat.is_cpu and compiled is not None:
         found, none = compiled.exponents(flat.data_ptr(), flat.numel(), torch.get_num_threads())
         return torch.tensor(found), none

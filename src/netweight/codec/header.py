@@ -224,7 +224,7 @@ def corrupt(reason: str) -> CorruptBlob:
 
 
 class ByteReader:
-    """Takes bytes from the front of a one-dimensional array and never passes its end."""
+    """Reader of bytes from the front of a one-dimensional array, never past its end."""
 
     def __init__(self, data: Bytes) -> None:
         self.data = data

@@ -64,7 +64,7 @@ class Rounding:
 
     @property
     def arguments(self) -> tuple[str, int, int, bool]:
-        """As the functions of `backend.Codec` take them: dtype, bits, block (0 for none), whether as the reference."""
+        """Arguments of the functions of `backend.Codec`: dtype, bits, block (0 for none), reference or not."""
         return self.element.name, self.mantissa_bits, self.block_size or 0, self.fidelity == "reference"
 
     @property
@@ -189,7 +189,7 @@ class LossyHeader:
     """Content of a lossy blob: its header, and its sections, which are blobs of their own."""
 
     rounding: Rounding
-    """How the weights were rounded."""
+    """Settings of the rounding of the weights."""
     shape: tuple[int, ...]
     """Shape of the tensor."""
     digest: bytes

@@ -139,7 +139,7 @@ def _read_body(reader: ByteReader, element: ElementType, count: int) -> Bytes:
 
 
 def _goes_on(numbers: Integers, element: ElementType) -> bool:
-    """Return whether integers mostly go on by the same step, where they are looked at."""
+    """Return whether integers of a sample mostly grow by the same step."""
     if element.exponent_bits or element.number_bytes == 1 or len(numbers) < 256:
         return False
     places = sample_places(SAMPLES, len(numbers) - 2)
@@ -371,7 +371,7 @@ def read_plane(reader: ByteReader, width: int, count: int, nesting: int) -> Inte
 
 
 def sample_places(samples: int, count: int) -> Counts:
-    """Places among `count` to look at; no multiples of anything, because data often repeats."""
+    """Places of a sample among `count`; they are not multiples of a number, because data often repeats."""
     return np.arange(samples, dtype=np.int64) * 0x9E3779B1 % (1 << 32) * count >> 32
 
 
@@ -384,7 +384,7 @@ class Probe:
     sampled: int
     """Count of numbers in the sample."""
     occurrences: int
-    """How often the most frequent number occurs in the sample."""
+    """Number of occurrences of the most frequent number in the sample."""
     distinct: int
     """Count of different numbers in the sample."""
     varied: bool

@@ -124,7 +124,7 @@ class PlaneStatistics:
 
 
 def sampling(level: int) -> int:
-    """Of so many groups of eight elements, in planes of 2^16 and more, one is looked at first."""
+    """Number of groups of eight elements of which one is sampled first, in planes of 2^16 elements and more."""
     return {FAST: 16, DEFAULT: 8, HIGH: 2, MAX: 1}[level]
 
 

@@ -45,13 +45,13 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _cpu_flags() -> list[str]:
-    """List the instruction sets that matter to the codec and are present, as far as the system tells."""
+    """List the instruction sets that matter to the codec and are present, as far as the system reports them."""
     present = set((_cpuinfo().get("flags") or _cpuinfo().get("Features") or "").split())
     return [flag for flag in CPU_FLAGS if flag in present]
 
 
 def _memory_bytes() -> int | None:
-    """Return the machine's memory in bytes; None where the system does not tell."""
+    """Return the machine's memory in bytes; None where the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""Locks of files, which tell a run that is under way from what a killed one left behind."""
+"""Locks of files, which distinguish a run that is under way from the files of a killed one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def take_lock(descriptor: int) -> bool:
 
 
 OPEN_OWN = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
-"""How a file of our own is opened: to read and write, by this process alone, and never through a link."""
+"""Flags with which a file of our own is opened: to read and write, by this process alone, and never through a link."""
 
 
 def _planted(path: Path) -> OutputFailed:

@@ -69,7 +69,7 @@ def lazy_modules(*names: str) -> tuple[Any, ...]:
 
 
 def lazy(place: str) -> Any:
-    """Return what stands for the function or class at a place, "module:name", until it is used."""
+    """Return a placeholder for the function or class at a place, "module:name", which is imported on its first use."""
     return Lazy(place)
 
 

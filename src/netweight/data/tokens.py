@@ -280,7 +280,7 @@ def tokenized_prompts(
     unusable: Unusable = "refuse",
     report: Report = warn,
 ) -> list[tuple[int, ...]]:
-    """Turn prompts into token ids as the model is asked; responses are not looked at.
+    """Turn prompts into token ids as the model is asked; responses are ignored.
 
     Args:
         texts: Prompts; at least one.

@@ -171,7 +171,7 @@ class ConvAdapter(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, maps: Tensor) -> None:
-        """Make maps like these come out as they go in, while nothing is learned yet."""
+        """Initialize layers so that maps like these pass unchanged before training."""
         for norm in (self.before, self.after):
             norm.expect(maps)
         self.after.fixed_scale.copy_((maps.var((0, 2, 3)) + self.after.eps).sqrt())

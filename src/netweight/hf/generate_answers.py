@@ -42,9 +42,9 @@ class _Way:
     """A way to generate."""
 
     cached: bool
-    """Whether keys and values of earlier tokens are kept."""
+    """True to keep keys and values of earlier tokens."""
     padded: bool
-    """Whether prompts of several lengths are in a batch."""
+    """True to put prompts of several lengths into a batch."""
 
 
 _WAYS = (_Way(cached=True, padded=True), _Way(cached=True, padded=False), _Way(cached=False, padded=False))

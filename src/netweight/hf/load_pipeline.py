@@ -666,7 +666,7 @@ def token_numbers(model: PipelineModel, prompt: str) -> tuple[tuple[int, ...], .
 
 
 def padding_masks(model: PipelineModel) -> Callable[[Sequence[str]], Tensor]:
-    """Make the function that tells which tokens of prompts count, as `AttentionScaling` takes it."""
+    """Return the function that finds the tokens of prompts that count, as `AttentionScaling` expects it."""
 
     def masks(prompts: Sequence[str]) -> Tensor:
         mask = model.embed(prompts).mask

@@ -41,7 +41,7 @@ class TextualInversion:
     file: Path
     """File that contains it."""
     word: str
-    """The word that stands for it in prompts."""
+    """The word of prompts that is replaced by the embedding."""
     vectors: Mapping[str, Tensor]
     """Vectors of shape `(n, width)` by part, such as `text_encoder_2`; an empty name is for the only text encoder."""
 

@@ -36,7 +36,7 @@ class LabelAudit:
     """A measurement that needs the model to run: what it needs, the command that makes it, and its rows."""
 
     key: str
-    """Name for programs of the row that stands for it where it was not made."""
+    """Key of the row that is shown where the audit was not made."""
     title: str
     """Name for people."""
     kinds: tuple[Kind, ...]
@@ -52,7 +52,7 @@ class LabelAudit:
     chat: str = ""
     """The command's setting that applies the chat template; it is set where the model has one."""
     rows: Callable[[AuditEnd], list[Row]] = lambda end: []
-    """Makes rows of what the command returned; none where the label has rows about it anyway."""
+    """Function from the command's result to rows; none where the label has rows about it anyway."""
 
     @property
     def line(self) -> str:

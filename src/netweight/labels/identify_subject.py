@@ -65,7 +65,7 @@ class LabelSubject:
 
     @property
     def folder(self) -> Path:
-        """The folder that the files lie in."""
+        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property

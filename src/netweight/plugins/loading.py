@@ -143,7 +143,7 @@ def _listed(patterns: Select | str | Iterable[str] | None) -> list[str] | None:
 
 @final
 class ParameterLoader:
-    """Makes the parameters of one model that is being loaded."""
+    """Maker of the parameters of one model that is being loaded."""
 
     def __init__(self, config: NetweightConfig, *, stored: bool) -> None:
         self.config = config
@@ -299,7 +299,7 @@ class ParameterLoader:
                     module._buffers[attribute] = buffer.clone()
 
     def _scratch_of(self, nbytes: int) -> torch.Tensor:
-        """Memory to decode a weight into that is only looked at; the codec's own pool would hold some of each size."""
+        """Memory to decode a weight that is only read; the codec's own pool would keep buffers of each size."""
         if self._scratch is None or self._scratch.numel() < nbytes:
             self._scratch = None
             self._scratch = torch.empty(nbytes, dtype=torch.uint8)

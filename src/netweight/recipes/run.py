@@ -305,9 +305,9 @@ class StepResult:
     weights: str | None = None
     """Digest of the weights of the treated or attacked model; None where it has no safetensors files."""
     conditions: tuple[str, ...] = ()
-    """What must be done before this model is published."""
+    """Conditions of publishing this model."""
     continued: tuple[str, ...] = ()
-    """What it used of an earlier run, in words: "the model", "the audit length", "3 of 8 runs"; empty for nothing."""
+    """Parts of an earlier run that it used, such as "the model", "the audit length", "3 of 8 runs"; or empty."""
 
     @property
     def findings(self) -> dict[str, list[Finding]]:
@@ -497,7 +497,7 @@ def _continued(earlier: Sequence[str], account: WorkAccount) -> tuple[str, ...]:
 
 
 def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: Progress) -> bool:
-    """Make a step's result unless it is there; tell whether it was."""
+    """Make a step's result unless it exists; return whether it existed."""
     record = job.recorded(LEDGER, key)
     if record is not None and path.exists():
         if record["result"] != digest_of(path, progress):

@@ -311,12 +311,12 @@ class Column(_ReportPart):
     unit: str = ""
     """Unit of the numbers, in plain text; empty for none."""
     better: Better | None = None
-    """Which direction is better; None where neither is."""
+    """Better direction of the numbers; None where neither is better."""
 
 
 @dataclass(frozen=True, config=_CONFIG)
 class Table(_ReportPart):
-    """A table: headings (a text stands for a column without a unit), rows of numbers, texts or None, notes below."""
+    """A table: headings (a text is a column without a unit), rows of numbers, texts or None, notes below."""
 
     title: str
     """Heading of the table."""
@@ -325,7 +325,7 @@ class Table(_ReportPart):
         BeforeValidator(lambda given: tuple(Column(each) if isinstance(each, str) else each for each in given)),
         Field(min_length=1),
     ]
-    """Columns; a text stands for a column without a unit."""
+    """Columns; a text is a column without a unit."""
     rows: Annotated[Sequence[Sequence[Any]], PlainValidator(_rows), _JSON, WithJsonSchema(_CELLS)]
     """Rows of numbers, texts or None, with one cell for each column."""
     notes: Annotated[Sequence[str], _AS_TUPLE] = ()

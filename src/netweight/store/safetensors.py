@@ -245,7 +245,7 @@ def _apart(raw: bytes) -> tuple[bytes, bytes]:
 
 
 def _checked(path: Path, raw: bytes, size: int) -> Header:
-    """Parse a header, and have the safetensors library look at the file, unless its entries were seen before."""
+    """Parse a header, and let the safetensors library check the file, unless its entries were seen before."""
     metadata, entries = _apart(raw)
     if (spans := _REPEATED.get(entries)) is not None:
         return Header(raw, _text_map(parse_json(metadata)) or {}, spans)

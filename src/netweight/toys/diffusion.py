@@ -194,7 +194,7 @@ def word_clip_tokenizer(words: Iterable[str], *, length: int) -> CLIPTokenizer:
 
 
 def random_text_encoder(tokenizer: CLIPTokenizer, *, width: int, seed: int) -> CLIPTextModel:
-    """Make a text encoder with random weights, whose states tell every token and its place."""
+    """Make a text encoder with random weights, whose states identify every token and its place."""
     try:
         from transformers import CLIPTextConfig, CLIPTextModel
     except ImportError as error:

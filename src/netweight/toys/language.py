@@ -179,7 +179,7 @@ class Language(Protocol):
         """Draw prompts with their true answers."""
 
     def unnamed(self, example: Example) -> Example:
-        """Return the example without what tells its domain at the beginning of the prompt."""
+        """Return the example without the marker of its domain at the beginning of the prompt."""
 
 
 @final
@@ -230,7 +230,7 @@ class SmallWorld:
         return self._drawn(domain, n, seed, share)
 
     def retained(self, n: int, seed: int) -> list[Example]:
-        """Draw what a defense keeps: the kept domain, every second prompt without what tells the domain."""
+        """Draw what a defense keeps: the kept domain, every second prompt without the marker of the domain."""
         # Where all that is kept is marked, a defense learns that nothing else matters, and what it does to guarded
         # prompts it does to prompts of new domains, too; see docs/immunize.md.
         drawn = self._drawn("keep", n, seed, "defense")
@@ -301,7 +301,7 @@ _SHAPE = LlamaShape(
 @final
 @dataclass(frozen=True)
 class CipherLanguage:
-    """Three substitution ciphers, told apart by the prompt's first token or by its content alone."""
+    """Three substitution ciphers, identified by the prompt's first token or by its content alone."""
 
     seed: int
     """Decides on their tables."""
@@ -364,7 +364,7 @@ class CipherLanguage:
 
 
 def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None, by_content: bool = False) -> SmallWorld:
-    """Open the world of ciphers: the easy one, in which a token names the cipher, or the one told by content alone."""
+    """Open the world of ciphers: the easy one, in which a token names the cipher, or the one without such a token."""
     name = "content" if by_content else "ciphers"
     if folder is None and (by_content or seed != SHIPPED_SEED):
         raise UsageError(

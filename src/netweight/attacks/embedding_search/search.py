@@ -68,7 +68,7 @@ class SearchTrial:
     number: int
     """Number of the restart from there, with this rate."""
     outcome: Outcome
-    """How the search ended."""
+    """Outcome of the search."""
     steps: int | None
     """Steps to success, as far as evaluations resolve them; None without."""
     last: int

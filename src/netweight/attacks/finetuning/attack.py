@@ -104,7 +104,7 @@ class AttackResult:
     settings: AttackSettings
     """Settings of the attack."""
     outcome: Outcome
-    """How the attack ended."""
+    """Outcome of the attack."""
     steps: int | None
     """Steps to recovery, a multiple of `settings.check_every`; None if the attack did not recover the behavior."""
     last_step: int

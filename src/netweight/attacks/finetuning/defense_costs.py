@@ -1,4 +1,4 @@
-"""What each defense of a plan cost before any attack: ordinary abilities, and tasks of lm-eval."""
+"""Costs of each defense of a plan before any attack: loss of ordinary abilities, and scores of tasks of lm-eval."""
 
 from __future__ import annotations
 

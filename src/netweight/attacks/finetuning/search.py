@@ -159,7 +159,7 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
 
 
 def kind_of(settings: AttackSettings) -> str:
-    """Return what tells ways to train apart the most: "LoRA", which weights if not all, else the optimizer."""
+    """Return the most distinctive property of a training: "LoRA", the trained weights if not all, or the optimizer."""
     part = settings.optimizer if settings.trains == "all" else settings.trains
     return part if settings.lora_rank is None else "LoRA"
 

@@ -134,7 +134,7 @@ def _with(block: Block, *, pool: int | None = None, slope: float | None = None) 
 
 
 def undone(block: Block, output: Tensor, back: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a block's pooled values as far as its output tells, 0 below zero for ReLU, and the gradient by them."""
+    """Return a block's pooled values as far as its output fixes them, 0 below zero for ReLU, and their gradient."""
     below = output / block.slope if block.slope > 0 else torch.zeros_like(output)
     return torch.where(output > 0, output, below), torch.where(output > 0, back, back * block.slope)
 
@@ -251,7 +251,7 @@ class Peel:
         return rows / target.norm(), rest / target.norm(), shares
 
     def by_span(self, target: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the input, exactly, and the gradient by it, from the pooled values and theirs; None if not told.
+        """Return the exact input and its gradient, from the pooled values and theirs; None if these do not fix it.
 
         Source: for sequences DAGER (arXiv 2405.15586); for convolutions this library's own.
         """

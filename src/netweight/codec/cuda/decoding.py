@@ -293,7 +293,7 @@ class LossyLayout:
     size: int
     """Size of the blob in bytes."""
     rounding: lossy.Rounding
-    """How the weights were rounded."""
+    """Settings of the rounding of the weights."""
     words: LossySection
     """Signs, exponents and kept mantissa bits."""
     normalizers: LossySection | None

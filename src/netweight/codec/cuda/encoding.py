@@ -257,7 +257,7 @@ class EncodePlan:
 
     @property
     def _elements(self) -> int:
-        """Of a plane of the largest chunk."""
+        """Size of a plane of the largest chunk."""
         return min(self.numbers, 1 << self.chunk_log2)
 
     def waves(self, scratch_bytes: int) -> Iterator[Wave]:

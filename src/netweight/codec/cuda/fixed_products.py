@@ -122,7 +122,7 @@ def overwrite(weight: torch.Tensor, payload: torch.Tensor, status: torch.Tensor)
 def gather_rows(
     payload: torch.Tensor, rows: int, columns: int, ids: torch.Tensor, status: torch.Tensor | None
 ) -> torch.Tensor:
-    """Decode the rows `ids`, of shape (*ids.shape, columns); on a GPU a `status` is told of rows that are not there."""
+    """Decode the rows `ids`, of shape (*ids.shape, columns); a GPU notes wrong rows in `status`."""
     if status is None or not runs_on(payload.device):
         return decode_fixed_rows(payload, ids)
     output = torch.empty(*ids.shape, columns, dtype=torch.bfloat16, device=payload.device)

@@ -78,7 +78,7 @@ class TensorReport:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files that a path stands for: itself, or all in a folder and its sub-folders."""
+    """The safetensors files of a path: the file itself, or all files in a folder and its subfolders."""
     if path.is_file():
         return [path]
     weights: list[Path] = []
@@ -191,7 +191,7 @@ def _histogram(panel: Any, counts: NDArray[np.int64], color: int) -> None:
 
 
 def _staircase(panel: Any, counts: NDArray[np.int64], color: int) -> None:
-    """A filled staircase; thousands of bins are folded to 256, which the eye cannot tell apart."""
+    """Draw a filled staircase; thousands of bins are merged to 256, without a visible difference."""
     folded = counts.reshape(min(len(counts), _DRAWN_BINS), -1).sum(axis=1)
     step = len(counts) // len(folded)
     edges = np.arange(len(folded) + 1) * step - 0.5

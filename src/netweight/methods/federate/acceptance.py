@@ -1,4 +1,4 @@
-"""What a client accepts: it declines hypernetworks that look as if they were made to read images out of updates.
+"""Checks of a client on what it receives: it declines hypernetworks that seem made to read images out of updates.
 
 What the signs are, what they stop and what passes: docs/gradient-inversion-results.md.
 """

@@ -61,7 +61,7 @@ class AuditConfig:
     search: Search | None = None
     """Length of the attacks' searches; None for their defaults."""
     summed_over: int = 20
-    """Clients in the average that stands for the published average."""
+    """Number of clients in the average that takes the place of the published average."""
 
 
 @final

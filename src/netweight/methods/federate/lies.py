@@ -124,7 +124,7 @@ class _Liar:
         return self.moved(update, {n: factor * v for n, v in change.items()})
 
     def estimates(self) -> list[dict[str, Tensor]]:
-        """Return changes by halves of its own data, which stand for those of other clients."""
+        """Return changes by halves of its own data, which take the place of those of other clients."""
         changes = []
         for part in range(_PARTS):
             generator = seeds.torch_generator(self.seed, "estimate", self.client.number, self.round, part)

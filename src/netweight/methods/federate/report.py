@@ -88,7 +88,7 @@ _COVERS = (
 
 
 def odd_clients(rounds: Sequence[Round]) -> list[Table]:
-    """Return who was left out of rounds or looked odd, and why; none where nobody did."""
+    """Return the clients that were left out of rounds or were suspicious, with the reasons."""
     said: dict[tuple[int, str], list[int]] = {}
     for done in rounds:
         for kind, whys in (("left out", done.refusals), ("suspicious", done.suspects)):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 @final
 class ReusedMemory:
-    """Blocks of memory by name, each given out again once no tensor lies in it any more."""
+    """Blocks of memory by name, each reused once no tensor uses it any more."""
 
     # The system's allocator returns blocks of this size at once, and the first touch of memory costs as much as the
     # work on it. A tensor made of an array keeps that very array alive: while it lives, its block is taken.

@@ -173,7 +173,7 @@ def _sampled_gram(base: Tensor, name: str, updates: Sequence[Update]) -> Tensor:
 
 
 def _agreement(gram: Tensor) -> list[float]:
-    """Return each client's cosine with the sum of the others' directions; 1 where nobody moves."""
+    """Return each client's cosine with the sum of the others' directions; 1 where no client moves."""
     lengths = gram.diagonal().clamp_min(0).sqrt()
     if int((lengths > 0).sum()) < 3:
         return [1.0] * len(gram)

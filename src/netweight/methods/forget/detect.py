@@ -63,7 +63,7 @@ class MemorizationScore:
 @final
 @dataclass(frozen=True)
 class Threshold:
-    """Above which a seed, or a prompt's mean, counts as memorized, and below which it counts as broken."""
+    """Similarity above which a seed, or a prompt's mean, counts as memorized, and below which as broken."""
 
     value: float
     """The similarity itself."""

@@ -52,7 +52,7 @@ class Membership:
     """True if the controls were given; otherwise they are turned copies of the memorized pictures."""
 
     def auc(self, *, edited: bool, prompt: bool) -> float:
-        """Return the area under the curve of small errors as a sign of memorized pictures: 0.5 tells nothing apart."""
+        """Return the area under the curve of small errors as a sign of memorized pictures; 0.5 is that of chance."""
         errors, others = (self.after, self.controls_after) if edited else (self.before, self.controls_before)
         kind = "own" if prompt else "empty"
         memorized, never = (list(getattr(each, kind).values()) for each in (errors, others))
@@ -60,7 +60,7 @@ class Membership:
 
 
 def two_sided(auc: float) -> float:
-    """Return how well a score tells two groups apart, whichever way it is read: from 0.5, not at all, to 1."""
+    """Return how well a score separates two groups, in either direction: from 0.5, not at all, to 1."""
     return 0.5 + abs(auc - 0.5)
 
 

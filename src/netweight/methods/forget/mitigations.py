@@ -235,7 +235,7 @@ class AttentionScaling:
 
 
 class _PromptRows:
-    """Finds which rows of the present batch hold a prompt, and which prompt, by their embeddings."""
+    """Finder of the rows of the present batch that hold a prompt, and of the prompt, by their embeddings."""
 
     def __init__(self, model: TextToImage, prompts: Sequence[str], masks: Tensor | None) -> None:
         with torch.no_grad():

@@ -44,7 +44,7 @@ _PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline
 
 
 def _numbered(seeds: Any) -> Any:
-    """A number of seeds stands for 0, 1 and so on."""
+    """Turn a number of seeds into the seeds 0, 1 and so on."""
     return tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
 
 

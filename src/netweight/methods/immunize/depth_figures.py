@@ -72,7 +72,7 @@ def lens_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
 
 
 def probe_figure(before: LayerAnalysis, after: LayerAnalysis) -> Figure:
-    """Draw how well a linear probe tells harmful from harmless answers, by depth, with the spread over splits."""
+    """Draw how well a linear probe separates harmful from harmless answers, by depth, with the spread over splits."""
     with canvas(1) as (drawing, (axes,)):
         words = []
         for place, (name, analysis) in enumerate((("before", before), ("after", after))):

@@ -1,4 +1,4 @@
-"""Processes that share a batch: what they tell each other so that a loss is that of the whole batch.
+"""Processes that share a batch: the messages by which a loss is that of the whole batch.
 
 Every process computes a loss on its own rows such that the mean over the processes of all losses is the loss of the
 whole batch, and the mean of all gradients its gradient. So does PyTorch: DDP and FSDP2 average gradients.

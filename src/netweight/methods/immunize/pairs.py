@@ -35,7 +35,7 @@ class PairBatch:
 
 
 def collate_pairs(pairs: Sequence[AnswerPair], *, pad_id: int, aligned: bool = False) -> PairBatch:
-    """Put pairs side by side; losses look at answers alone, padding is ignored."""
+    """Put pairs side by side; losses are of answers alone, and padding is ignored."""
     harmless = collate([pair.harmless for pair in pairs], pad_id=pad_id)
     harmful = collate([pair.harmful for pair in pairs], pad_id=pad_id)
     if aligned:

@@ -105,7 +105,7 @@ def _error(point: Adapter, written: Adapter) -> float:
 
 
 def direction_findings(subject: Sequence[Direction]) -> list[Finding]:
-    """Return how well each direction tells held-out models apart, and the cosines between directions."""
+    """Return how well each direction separates held-out models, and the cosines between directions."""
     bare = [each.name for each in subject if not each.findings]
     if bare or not subject:
         raise UsageError(f"The directions {bare} have no held-out score.", cure="Fit them with folds.")

@@ -60,7 +60,7 @@ class _Change:
     dtype: torch.dtype
     """The tuned model's."""
     pieces: tuple[Piece, ...] = ()
-    """The modules that a module fused by the model's authors stands for."""
+    """The modules of diffusers that a module fused by the model's authors combines."""
 
 
 def extract_files(

@@ -140,7 +140,7 @@ class Work:
     engine: Engine | None
     """Engine that runs the tasks, for a bank on disk and with a folder; None for this process."""
     progress: Progress
-    """Where the progress is reported."""
+    """Receiver of the progress."""
 
     def __post_init__(self) -> None:
         if self.engine is not None and self.folder is None:
@@ -159,7 +159,7 @@ class FitResult:
     variances: Tensor
     """Variances of the components, shape `(k,)`."""
     accuracy: Accuracy
-    """How exact the components are, and how well they generalize."""
+    """Exactness of the components, and their generalization."""
 
 
 def fit_bank(bank: Bank, config: FitSettings, work: Work) -> FitResult:
@@ -255,7 +255,7 @@ class BankShard:
     stop: int
     """Number after the last."""
     kind: _RowKind
-    """How an adapter becomes a row."""
+    """Conversion of an adapter to a row."""
     side: int
     """Number of rows and columns of a sketch. The seed belongs to the sketch, too."""
     seed: int

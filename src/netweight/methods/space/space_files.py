@@ -66,7 +66,7 @@ _VERSION = 1
 def find_direction(
     space: WeightSpace, how: DirectionSettings, progress: Progress
 ) -> tuple[Direction, list[Finding], int]:
-    """The direction of an attribute, how well it tells held-out models apart, and of how many it is known."""
+    """The direction of an attribute, how well it separates held-out models, and of how many it is known."""
     columns = None if how.corrected else [how.column, *how.confounders]
     labels = read_labels(how.labels, space.names, columns=columns, key=how.name_column)
     given: Any = {"kind": how.kind, "confounders": how.confounders, "seed": how.seed}

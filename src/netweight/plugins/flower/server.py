@@ -175,11 +175,11 @@ class Apps:
     server: ServerApp
     """The app that runs on the server."""
     model: Callable[[], tuple[nn.Module, nn.Module]]
-    """Makes body and head."""
+    """Function that makes body and head."""
     data: Callable[[Config, int], ClientData]
     """Returns one client's data."""
     make_method: Callable[[Config], Method]
-    """Makes the method, given the run's configuration."""
+    """Function from the run's configuration to the method."""
 
     def task(self, config: Config) -> Task:
         """Return the network and all clients' data, for an audit on a machine that has them.
@@ -201,7 +201,7 @@ def apps(
     Args:
         model: Makes the half that is learned together and the half that stays with each client.
         data: Returns one client's data, given the run's configuration and the client's number.
-        method: Makes the method, given the run's configuration.
+        method: Function from the run's configuration to the method.
     """
 
     def task(context: Context) -> Task:

@@ -401,7 +401,7 @@ class MethodStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Ask nobody: accuracies before and after local training come with the updates."""
+        """Send no messages, because accuracies before and after local training come with the updates."""
         return []
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:

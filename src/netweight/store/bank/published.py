@@ -35,7 +35,7 @@ def model_names(count: int) -> list[str]:
 
 
 def published_tensor(path: str | Path) -> Tensor:
-    """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, and read where it is looked at."""
+    """Open a tensor that torch saved, such as `V.pt` or `mean.pt`; it is mapped, so that only used parts are read."""
     value = _load(Path(path))
     if not isinstance(value, Tensor):
         raise UsageError(f"{path} contains a {type(value).__name__}, not a tensor.", cure="Give the file of a matrix.")

@@ -81,7 +81,7 @@ class Identity:
     naming: Naming | None
     """The table of the denoiser's architecture; None where no table knows it, or the file has no denoiser."""
     pieces: Mapping[str, tuple[Piece, ...]]
-    """The module as the file writes it → the modules that it stands for."""
+    """The module as the file writes it → the modules that it denotes."""
     spelling: Spelling
     """The spelling of most names in the file."""
     unknown: tuple[str, ...] = ()
@@ -140,7 +140,7 @@ def identify(
     component: str | None = None,
     whole_model: bool = False,
 ) -> Identity:
-    """Find the architecture of a file and the modules that its names stand for.
+    """Find the architecture of a file and the modules that its names denote.
 
     Args:
         shapes: Module as the file writes it → rows and columns of its change.

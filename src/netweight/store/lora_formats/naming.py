@@ -43,7 +43,7 @@ class Piece:
 @final
 @dataclass(frozen=True)
 class NamingEntry:
-    """A line of a table: one module of the authors, and the modules of diffusers that it stands for."""
+    """A line of a table: one module of the authors, and the modules of diffusers that it denotes."""
 
     authors: str
     """Pattern of the authors' name, with `#` for numbers."""
@@ -95,7 +95,7 @@ class Match:
     """For a name of diffusers: the number of the piece of the entry."""
 
     def pieces(self, rows: int, columns: int, component: str) -> list[Piece] | None:
-        """The modules of diffusers that a matrix of this shape stands for, or None where it cannot."""
+        """The modules of diffusers that a matrix of this shape contains, or None where the shape does not fit."""
         if self.names == "diffusers":
             return [Piece(_located(_filled(self.entry.diffusers[self.index], self.numbers), component))]
         modules = [_located(_filled(each, self.numbers), component) for each in self.entry.diffusers]

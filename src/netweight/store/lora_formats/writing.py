@@ -349,7 +349,7 @@ def _shaped(change: LowRank, kernel: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _plain(change: LowRank) -> LowRank:
-    """The same change with scale 1, which is what programs assume that look at no metadata."""
+    """The same change with scale 1, which programs assume that do not read metadata."""
     return LowRank(change.down, scaled_up(change.up, change.scale)) if change.scale != 1 else change
 
 

@@ -58,7 +58,7 @@ def is_here(payload: torch.Tensor) -> bool:
 
 
 def chunk_log2_of(numbers: int) -> int:
-    """Of the numbers per chunk, for a weight of so many that is encoded on a device."""
+    """Binary logarithm of the numbers per chunk, for a weight of so many numbers that is encoded on a device."""
     # A warp decodes 16,384 numbers, or 8,192 of small weights, which keeps a GPU busy with single matrices at 0.25 and
     # 0.5 % more bytes (docs/gpus.md).
     return _CHUNK_LOG2 if numbers > _SMALL else _SMALL_CHUNK_LOG2
@@ -134,7 +134,7 @@ def _layout_on(layout: Layout, place: torch.device) -> Layout:
 
 
 def lossy(payload: torch.Tensor) -> bool | None:
-    """Return whether a payload holds a rounded weight; None if it was not looked at yet."""
+    """Return whether a payload holds a rounded weight; None if it was not inspected yet."""
     note = _found(payload)
     return None if note is None or note.layout is None else isinstance(note.layout, LossyLayout)
 

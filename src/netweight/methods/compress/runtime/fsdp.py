@@ -274,7 +274,7 @@ def refuse_sending(operator: Any) -> NoReturn:
 
 
 def _refuse_resharding(wire: _Wire) -> None:
-    """Refuse other numbers of processes after the forward pass, which FSDP2 tells only to its own parameter objects."""
+    """Refuse resharding over other processes after the forward pass, which only FSDP2's own objects state."""
     from torch.distributed._composable_state import _module_state_mapping
 
     states = [reference() for reference in _module_state_mapping.values()]

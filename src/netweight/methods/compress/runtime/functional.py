@@ -453,7 +453,7 @@ def _gathered_rows(
 
 
 def _chunk_log2(blob: memoryview) -> int:
-    """Of the numbers per chunk; see docs/format.md."""
+    """Binary logarithm of the numbers per chunk; see docs/format.md."""
     return 18 if codec.is_lossy(blob) else blob[6]
 
 

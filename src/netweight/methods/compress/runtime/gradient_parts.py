@@ -29,7 +29,7 @@ class GradientPart(Protocol):
 
 
 class Collector(Protocol):
-    """What collects the parts of a weight's gradient: the hook of a `LayerwiseOptimizer` on this weight."""
+    """Collector of the parts of a weight's gradient: the hook of a `LayerwiseOptimizer` on this weight."""
 
     embeddings: int
     """Uses of the weight as an embedding since its last update."""
@@ -42,7 +42,7 @@ class Collector(Protocol):
 
 
 def collector_of(weight: torch.Tensor) -> Collector | None:
-    """The collector of a parameter's gradient, if it takes parts and nobody else looks at the gradient."""
+    """The collector of a parameter's gradient, if it accepts parts and no other hook reads the gradient."""
     if torch.compiler.is_compiling() or not weight.is_leaf or weight._backward_hooks:
         return None
     hooks = tuple((getattr(weight, "_post_accumulate_grad_hooks", None) or {}).values())

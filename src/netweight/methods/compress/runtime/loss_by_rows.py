@@ -158,7 +158,7 @@ class ProductPart:
         return False
 
     def zero_chunks(self, chunk: int) -> float:
-        """None: every token changes every row."""
+        """Return None, because every token changes every row."""
         return 0.0
 
 

@@ -52,7 +52,7 @@ class Form(NamedTuple):
 @final
 @dataclass(eq=False, repr=False)
 class CompressedStorage:
-    """The bytes of one weight, shared by every tensor that stands for it, so that all see a write through one."""
+    """The bytes of one weight, shared by all tensors of it, so that a write through one is seen by all."""
 
     payload: torch.Tensor
     """U8 tensor of shape (capacity,), on the device of the weight."""
@@ -151,7 +151,7 @@ class CompressedStorage:
         self.write_later(weight)()
 
     def write_later(self, weight: torch.Tensor) -> Callable[[], None]:
-        """Begin to `write`, and return what ends it, before which nobody may read or write here, or change `weight`."""
+        """Begin to `write`, and return the function that ends it; until then neither may be used or changed."""
         # New values that have no fixed-length form bring the weight back to the codec's for good.
         if self.lossy:
             raise LossyWrite(
@@ -214,7 +214,7 @@ class CompressedStorage:
         return TiledBlob(name, self.shape, level=self.level, threads=threads, older=memory, size=size)
 
     def put_tiles(self, blob: TiledBlob) -> None:
-        """Put the blob of all tiles in place of what was here; nobody may read here since `begin_tiles`."""
+        """Replace the payload with the blob of all tiles; it may not be read since `begin_tiles`."""
         size = blob.size
         payload = self._room(LENGTH + size, lasting=False)
         blob.finish(memory_at(payload.data_ptr() + LENGTH, payload.numel() - LENGTH))

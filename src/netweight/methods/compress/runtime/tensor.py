@@ -1,4 +1,4 @@
-"""The parameter that stands for a compressed weight: shape, dtype, gradients of a dense one, fewer bytes.
+"""The parameter of a compressed weight: shape, dtype and gradients of a dense one in fewer bytes.
 
 `__torch_function__` sends layers to `functional.py`. Any other operator decodes, runs, and encodes what it wrote, so
 that dense code stays right, if slow. A view of a compressed weight is lazy: it remembers how it is cut and decodes when
@@ -114,7 +114,7 @@ class CompressedTensor(torch.Tensor):
         return _read(self.stored, self.views)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Say what it is, not what it holds."""
+        """Describe the tensor without its values, which would have to be decoded."""
         kind = "view of a compressed weight" if self.views else f"{self.payload.numel()} bytes"
         return f"CompressedTensor({tuple(self.shape)}, {self.dtype}, {kind})"
 
@@ -435,7 +435,7 @@ def _address(tensor: CompressedTensor) -> int:
 
 @final
 class _StoragePlaceholder:
-    """Stands for the storage of a compressed weight where libraries look for tied weights: an address without bytes."""
+    """Placeholder of a weight's storage for libraries that search for tied weights: an address without bytes."""
 
     def __init__(self, tensor: CompressedTensor) -> None:
         self._tensor = tensor

@@ -140,7 +140,7 @@ class PFedHN:
 
 
 def _difference(sent: Tensors, update: Update) -> dict[str, Tensor]:
-    """Return what a client was sent less what training made of it, which stands for a gradient."""
+    """Return the weights that a client received minus those after training, which take the place of a gradient."""
     difference = {}
     for name, before in sent.items():
         after = update.tensors[name]

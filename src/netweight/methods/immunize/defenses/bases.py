@@ -31,7 +31,7 @@ else:
 
 
 class LooksAhead(Defense[S]):
-    """Takes gradients of a decoder as it computes the loss."""
+    """Defense that computes gradients of a decoder within its loss."""
 
     looks_ahead = True
 
@@ -86,7 +86,7 @@ class WithOriginal(Defense[S]):
 
 
 class MovesWeights(LooksAhead[S]):
-    """Looks ahead by gradients at other weights."""
+    """Defense that computes gradients at other weights than the present ones."""
 
     @contextmanager
     def preparation(self, model: nn.Module, *, seed: int) -> Iterator[None]:

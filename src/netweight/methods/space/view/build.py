@@ -57,7 +57,7 @@ _CLOSE = 1e-3
 @final
 @dataclass(frozen=True, eq=False)
 class Reader:
-    """Measures attributes in images, in a page that computes them."""
+    """Network that measures attributes in images, in a page that computes them."""
 
     name: str
     """Description in a few words, with an article."""

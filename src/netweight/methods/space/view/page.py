@@ -120,7 +120,7 @@ class AdapterMap:
 @final
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Models drawn from the space, which nobody trained."""
+    """Models drawn from the space, which were not trained."""
 
     images: Images
     """Shape `(n, noises, height, width, 3)`, uint8."""
