@@ -59,10 +59,10 @@ def test_models_and_controls_are_searched_and_a_second_call_remembers(case, tmp_
     assert answer.exit_code == 0, answer.output
     result = json.loads(answer.stdout)
     assert set(result["verdicts"]) == {"original", "edited", "again"}
-    assert "none of 4 brought back, survived searches of 2 steps" in result["verdicts"]["edited"]
+    assert "none of 4 recovered in searches of 2 steps" in result["verdicts"]["edited"]
     findings = {finding["name"]: finding for finding in result["findings"]}
-    assert findings["never-trained images brought back, edited"]["n"] == 4
-    assert findings["planted images brought back, original"]["value"] == 0
+    assert findings["never-trained images recovered, edited"]["n"] == 4
+    assert findings["planted images recovered, original"]["value"] == 0
     assert "resistance against edited, again" in findings
     report = json.loads((tmp_path / "report.json").read_text())
     section = report["sections"][0]
@@ -77,7 +77,7 @@ def test_models_and_controls_are_searched_and_a_second_call_remembers(case, tmp_
     assert again.exit_code == 0, again.output
     assert (tmp_path / "embedding" / "searches.jsonl").read_text() == lines
     assert "2 memorized images and 2 controls are searched for in: original, edited." in again.output
-    assert "edited: Planted images: none of 4 brought back" in again.output
+    assert "edited: Planted images: none of 4 recovered" in again.output
 
 
 def test_controls_of_ones_own_and_a_threshold_that_everything_meets(case, tmp_path):

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("federation")
     answer = run("run", *SMALL, "--out", str(out))
     assert answer.exit_code in (0, cli.FINDING_FAILED), answer.output
-    assert "What the server could have seen" in answer.output
+    assert "Exposure to the server" in answer.output
     assert "(this run)" in answer.output
     return out
 

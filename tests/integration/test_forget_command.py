@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_with_the_cure(folder, tmp_path):
     assert "contains no prompt" in empty["message"]
     small_pipelines.stable_diffusion(seed=1).save_pretrained(tmp_path / "other")
     other = run("localize", tmp_path / "other", "--prompts", folder / "ordinary.txt", *how, code=2)["error"]
-    assert "statistics are of another model" in other["message"]
+    assert "statistics were measured on another model" in other["message"]
     (tmp_path / "units.json").write_text('{"version": 1, "units": {"mid_block.attn2.to_v": [0]}}')
     odd = run("localize", folder / "pipeline", "--prompts", folder / "ordinary.txt", *how[:2], "--threshold", "nan",
               "--out", tmp_path / "out", code=2)["error"]  # fmt: skip

@@ -245,7 +245,7 @@ def federation(folder, sections):
 
 def test_a_federation_shows_what_its_report_says(tmp_path):
     inverted = Section(
-        "What the server could have seen",
+        "Exposure to the server",
         [
             Finding("gradient recovered, 5 steps (this run)", 0.4, unit="cosine", better="lower", target=0.3,
                     baseline=0.2),
@@ -258,7 +258,7 @@ def test_a_federation_shows_what_its_report_says(tmp_path):
     )
     named = Section(
         "Accuracy", [Finding("rounds", 2)],
-        tables=[Table("Clients left out or suspicious", ("client", "what", "rounds", "first round"),
+        tables=[Table("Clients left out or suspicious", ("client", "reason", "rounds", "first round"),
                       [("2", "left out: not finite", 1, "1")])],
     )  # fmt: skip
     federation(tmp_path / "run", [named, privacy, inverted])

@@ -170,7 +170,7 @@ def test_an_adapter_of_a_space_says_what_it_is(tmp_path):
 
 
 def test_what_cannot_be_is_refused(model, tmp_path):
-    with pytest.raises(UsageError, match="contains no record of what netweight did"):
+    with pytest.raises(UsageError, match="does not contain a record of a treatment"):
         update_card(model)
     with pytest.raises(UsageError, match="is not a folder of a model"):
         add_evidence(tmp_path / "nowhere", tmp_path)

@@ -89,7 +89,7 @@ def test_an_attack_alone_takes_its_base_from_the_recipe(done, monkeypatch):
     Path("attack.yaml").write_text(text.replace("{rates: [0.3, 1.0]}", SEARCH))
     edited = result["steps"][0]["path"]
     (alone,) = call("run", "attack.yaml", "--subject", edited, "--output", "alone")["steps"]
-    assert {finding["name"] for finding in alone["findings"]["embedding"]} >= {"planted images brought back, edited"}
+    assert {finding["name"] for finding in alone["findings"]["embedding"]} >= {"planted images recovered, edited"}
     Path("wrong.yaml").write_text(
         text.replace("{rates: [0.3, 1.0]}", "{stepz: 200}").replace("targets.csv", "nowhere.csv")
     )
@@ -128,7 +128,7 @@ def test_an_audit_without_a_search_says_so_in_red_and_goes_on_from_its_images(do
     ]  # fmt: skip
     search = ("--steps", 1, "--restarts", 1, "--draws", 1, "--images", 1, "--threshold", 0.99)
     found = audit(folder, edited, tmp_path, *search, code=MISSED)
-    assert "survived searches" in found["searched"]["edited"] or "brought back" in found["searched"]["edited"]
+    assert "recovered" in found["searched"]["edited"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "images").iterdir()} == generated
     sections = read_report(tmp_path).sections
     assert sections[0].missing_audits == ()
@@ -197,8 +197,8 @@ def test_an_audit_of_a_closed_form_names_the_neurons_that_it_touched(done, tmp_p
     (touched,) = (each for each in step["findings"]["neurons"] if "edit changed" in each["name"])
     assert 0 < touched["value"] <= 1
     named = {each["name"]: each for each in step["findings"]["detection"]}
-    after = named["memorized prompts found in the edited model"]
-    assert after["value"] < after["baseline"] == named["memorized prompts found"]["value"]
+    after = named["memorized prompts detected in the edited model"]
+    assert after["value"] < after["baseline"] == named["memorized prompts detected"]["value"]
     ledgers = (tmp_path / "out").rglob("scores.jsonl")
     looks = [json.loads(line)["config"]["config"]["seeds"] for ledger in ledgers for line in ledger.open()]
     assert looks

@@ -95,7 +95,7 @@ def test_judges_that_cannot_judge_and_places_that_cannot_be_written_are_named(cu
     )
     for more, reason in (
         (("--judge", "odd_judges:fails"), "fails: KeyError: 'x'. (odd_judges.py, line 1, in fails)"),
-        (("--judge", "odd_judges:none"), "returned NoneType that is not a number for each answer"),
+        (("--judge", "odd_judges:none"), "returned a NoneType that does not consist of numbers"),
         (("--judge", "odd_judges:nan"), "gave NaN or infinity"),
         (("--judge", "odd_judges:all"), "calls 15 of 15 answers to ordinary prompts refusals"),
         (("--phrases", "sure", "--phrases", "help"), "calls 15 of 15 answers to ordinary prompts refusals"),

@@ -70,7 +70,7 @@ def test_what_the_tour_shows(toured):
     lies = named[f"hyperfl, in a secure sum, malicious server: {sums}, server with thresholds, first round"]
     assert (lies["n"], lies["value"] > 0.9) == (10, True)
     assert "hyperfl, noise added: gradient recovered, 1 step of batch 1, first round" in named
-    assert named["planted images brought back, original"]["value"] == 100
+    assert named["planted images recovered, original"]["value"] == 100
     assert "kept ability, defended" in named
     assert named["largest relative error of a written adapter"]["passed"]
     assert "attributes of the inverted image, mean error as a share of their range" in named

@@ -237,7 +237,7 @@ def spoil(source, kind):
         write_adapter(mixed(51), source / "9a.safetensors", kernels=KERNELS, base="sd-1-5")
         write_adapter(mixed(52), source / "9b.safetensors", kernels=KERNELS, base="sd-1-5")
         write_adapter(mixed(50), bad, kernels=KERNELS, base="sdxl")
-        return UsageError, "was trained on sdxl, the others on sd-1-5"
+        return UsageError, "was trained on sdxl, and the others on sd-1-5"
     if kind == "same name":
         write_adapter(mixed(50), source / "8", layout="peft", kernels=KERNELS)
         return UsageError, "the same name as"
@@ -361,7 +361,7 @@ def test_mirrors_and_paths_of_one_base_are_one_base(tmp_path):
              "stable-diffusion-v1-5/stable-diffusion-v1-5"]  # fmt: skip
     for number, base in enumerate([*bases, "stabilityai/stable-diffusion-xl-base-1.0"]):
         source = folder_of(tmp_path, {str(number): mixed(number)}, layout="peft", base=base)
-    with pytest.raises(UsageError, match=r"4 was trained on .*xl-base-1.0, the others on .*--base"):
+    with pytest.raises(UsageError, match=r"4 was trained on .*xl-base-1.0, and the others on .*--base"):
         AdapterBank.ingest(source, tmp_path / "bank")
     bank = AdapterBank.ingest(source, tmp_path / "bank", skip_bad=True)
     assert (len(bank), bank.base, list(bank.skipped)) == (4, bases[0], ["4"])

@@ -81,14 +81,14 @@ def test_findings_hold_what_was_counted_by_hand():
     found = {
         finding.name: finding for finding in search_findings(comparison(), SubjectRoles("original", "plain", 5), seed=0)
     }
-    back = found["planted images brought back, robust"]
+    back = found["planted images recovered, robust"]
     assert back.value == pytest.approx(100 / 3)
     assert back.ci95[0] == pytest.approx(9.68, abs=0.01)  # Wilson, 2 of 6
     assert back.detail["by start"] == {"original": "0 of 6", "noise": "2 of 6"}
-    assert found["never-trained images brought back, plain"].value == 0
-    steps = found["steps to bring planted images back, plain"]
+    assert found["never-trained images recovered, plain"].value == 0
+    steps = found["steps to recover planted images, plain"]
     assert (steps.value, steps.baseline, steps.n) == (10, 0, 6)
-    assert math.isinf(found["steps to bring planted images back, robust"].value)
+    assert math.isinf(found["steps to recover planted images, robust"].value)
     own = found["similarity from the own prompt, plain"]
     assert own.value == pytest.approx(0.1)
     gap = found["best similarity, planted above never-trained, plain"]
@@ -108,16 +108,16 @@ def test_no_ratio_is_told_where_there_is_none():
     assert steps_ratio(whole.of("plain", trained=True), whole.of("original", trained=True), seed=0) is None
     assert steps_ratio(whole.of("plain", trained=True)[:4], whole.of("plain", trained=True), seed=0) is None
     found = {finding.name: finding for finding in search_findings(whole, SubjectRoles("original", "robust"), seed=0)}
-    # The base was not brought back: all that is sure of the ratio is that it may be next to nothing.
+    # The base was not recovered: all that is sure of the ratio is that it may be next to nothing.
     assert found["resistance against robust, plain"].value == 0
 
 
 def test_verdicts_never_say_erased_and_look_at_controls():
     whole = comparison()
-    assert "6 of 6 brought back, half of them by step 0, 6 of them without a search" in verdict(whole, "original")[1]
-    assert "6 of 6 brought back, half of them by step 10" in verdict(whole, "plain")[1]
-    assert "none of 6 brought back, survived searches of 80 steps" in verdict(whole, "plain")[1]
-    assert "2 of 6 brought back, fewer than half" in verdict(whole, "robust")[1]
+    assert "6 of 6 recovered, half of them by step 0, 6 of them without a search" in verdict(whole, "original")[1]
+    assert "6 of 6 recovered, half of them by step 10" in verdict(whole, "plain")[1]
+    assert "none of 6 recovered in searches of 80 steps" in verdict(whole, "plain")[1]
+    assert "2 of 6 recovered, fewer than half" in verdict(whole, "robust")[1]
     assert verdict(whole, "robust")[1].endswith("Strongest start: noise, which succeeds in 2 of 6 runs.")
     painting = Comparison(
         tuple([run("m", "a", 0, True, 20, None), run("m", "b", 0, False, 40, None)]), SETTINGS, "correlation"
@@ -139,8 +139,8 @@ def test_failed_searches_fail_a_finding():
 def test_figures_and_tables_tell_what_was_found(tmp_path):
     whole = comparison()
     figure = success_figure(whole, trained=True)
-    assert "plain: half of the pictures are brought back by step 10 (n = 6)" in figure.alt
-    assert "robust: fewer than half of the pictures are brought back by step 80" in figure.caption
+    assert "plain: half of the pictures are recovered by step 10 (n = 6)" in figure.alt
+    assert "robust: fewer than half of the pictures are recovered by step 80" in figure.caption
     assert success_figure(Comparison(whole.runs[:1], SETTINGS, "c"), trained=False) is None
     rows = {(row[0], row[1], row[2]): row for row in search_table(whole).rows}
     assert rows["plain", "planted", "original"][3:7] == (6, 6, 0, 10)

@@ -84,7 +84,7 @@ def test_generating_the_head_too_leaks_as_much_and_is_refused_alike() -> None:
     malicious = ThreatModel(batch_size=4, server="imprint")
     assert attacked(whole, malicious, updates=5, summed_over=6, seed=1).psnr
     careful = dataclasses.replace(whole, method=HardenedMethod(whole.method, acceptance=AcceptanceLimits()))
-    assert "takes no part" in attacked(careful, malicious, updates=5, summed_over=6, seed=1).verdict[1]
+    assert "does not take part" in attacked(careful, malicious, updates=5, summed_over=6, seed=1).verdict[1]
 
 
 def test_a_sum_of_all_clients_gives_away_what_the_aggregate_does(run: TrainedFederation) -> None:
@@ -109,10 +109,10 @@ def test_clients_refuse_a_malicious_server_and_few_steps(
     careful = dataclasses.replace(run, method=HardenedMethod(METHOD, acceptance=AcceptanceLimits()))
     refused = attacked(careful, malicious, updates=5, summed_over=6, seed=1)
     assert not refused.cosines
-    assert "takes no part" in refused.verdict[1]
-    assert "takes no part" in caplog.text
+    assert "does not take part" in refused.verdict[1]
+    assert "does not take part" in caplog.text
     stubborn = dataclasses.replace(run, method=HardenedMethod(METHOD, minimum_steps=6))
-    assert "takes no part" in attacked(stubborn, ONE_STEP, updates=5, summed_over=6, seed=1).verdict[1]
+    assert "does not take part" in attacked(stubborn, ONE_STEP, updates=5, summed_over=6, seed=1).verdict[1]
 
 
 @pytest.mark.parametrize(("private_head", "lonely"), [(True, 0.25), (False, 0.5)])
@@ -151,7 +151,7 @@ def test_the_audit_is_registered_and_reports(run: TrainedFederation, tmp_path: o
     report = Report("test")
     add_sections(report, run, exposures, seed=3)
     page = report.write(str(tmp_path)).read_text()
-    assert "What the server could have seen" in page
+    assert "Exposure to the server" in page
 
 
 def test_a_report_without_an_audit_says_so(run: TrainedFederation, tmp_path: object) -> None:
@@ -323,7 +323,7 @@ def test_text_is_read_off_one_step_of_a_transformer() -> None:
         assert max(found.frequent) < 0.5
         assert found.verdict[1].endswith("its text can be read.")
         assert exposure_table([found]).rows[0][4] == 1.0
-        (tokens,) = [one for one in exposure_findings([found], seed=1) if one.name.startswith("tokens read")]
+        (tokens,) = [one for one in exposure_findings([found], seed=1) if one.name.startswith("tokens recovered")]
         assert tokens.value == 1.0
 
 

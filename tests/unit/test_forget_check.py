@@ -1,4 +1,4 @@
-"""The check right after an edit: pictures that still come back are counted, named, and end the command with 1."""
+"""The check right after an edit: pictures that are still reproduced are counted, named, and end the command with 1."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_each_picture_of_a_caption_is_counted_for_itself():
     assert dict(check.after) == {"first": 0, "second": 2, "third": 0}
     assert not check.passed
     assert check.returning == ["second"]
-    assert check.verdict.startswith("1 of 3 pictures still come back: second.")
+    assert check.verdict.startswith("1 of 3 pictures are still reproduced: second.")
     assert EditCheck.from_json(json.loads(json.dumps(check.to_json()))) == check
 
 
@@ -39,14 +39,14 @@ def test_a_prompt_that_brings_another_memorized_picture_is_named():
     before = {"harbor": images(0, 1, 0), "market": images(2, 2, 2)}
     check = check_edit(PAIRS, before, {"harbor": images(None, None, None), "market": images(0, None, None)})
     assert (check.returning, check.diverted, check.passed) == ([], ["third"], False)
-    assert "1 prompts bring another memorized picture instead: third." in check.verdict
+    assert "1 prompts generate another memorized picture instead: third." in check.verdict
 
 
 def test_what_did_not_come_back_before_says_nothing():
     before = {"harbor": images(0, 0, 0), "market": images(None, None, None)}
     check = check_edit(PAIRS, before, {prompt: images(None, None, None) for prompt in before})
     assert check.passed
-    words = "2 of 3 did not come back before the edit either, so the check does not show anything about them"
+    words = "2 of 3 were not reproduced before the edit either, so the check does not show anything about them"
     assert words in check.verdict
 
 
@@ -78,8 +78,8 @@ def test_an_edit_that_changes_nothing_fails_its_check_and_the_command(tmp_path):
     assert done.exit_code == 1, done.output
     said = json.loads(done.stdout)
     assert said["check"]["after"] == said["check"]["before"]
-    assert "still come back" in said["check"]["verdict"]
+    assert "still reproduced" in said["check"]["verdict"]
     assert not said["check"]["passed"]
     assert any("4 ordinary prompts are few" in remark for remark in said["remarks"])
     assert "4 ordinary prompts are few" in " ".join(done.stderr.split())
-    assert [each["name"] for each in said["findings"] if each["value"]] == ["pictures that still come back"]
+    assert [each["name"] for each in said["findings"] if each["value"]] == ["pictures that are still reproduced"]

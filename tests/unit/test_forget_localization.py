@@ -390,7 +390,7 @@ def test_a_kill_loses_the_searches_under_way_alone(usual, tmp_path):
 
 def test_what_is_of_another_model_is_refused(usual, tmp_path):
     model = Planted(0)
-    with pytest.raises(UsageError, match="statistics are of another model"):
+    with pytest.raises(UsageError, match="statistics were measured on another model"):
         localize(model, ["a"], usual[1], Threshold(0.5, "given"), folder=tmp_path / "a")
     with pytest.raises(UsageError, match="calibrated on another model"):
         localize(model, ["a"], usual[0], Threshold(0.5, "", model="xxh3-128:0"), folder=tmp_path / "a")
@@ -487,7 +487,7 @@ def test_an_edit_is_undone_only_where_it_was_made():
     for key in record.rows:
         record.rows[key].add_(1)
     digest = model.digest()
-    with pytest.raises(CorruptBlob, match="not those that were there"):
+    with pytest.raises(CorruptBlob, match="do not restore the model before the edit"):
         undo(model, record)
     assert model.digest() == digest
 

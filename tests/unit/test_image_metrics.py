@@ -148,7 +148,7 @@ def test_without_what_it_needs_there_is_no_lpips(files, tmp_path, monkeypatch):
     folder, heads = files
     images, references = pictures(5, 1, 28, 28)
     monkeypatch.delenv("NETWEIGHT_DATA", raising=False)
-    with pytest.raises(MissingExtra, match="LPIPS needs its heads"):
+    with pytest.raises(MissingExtra, match="LPIPS needs a file with its heads"):
         lpips(images, references, backbone=folder / "alex.safetensors")
     with pytest.raises(UsageError, match="There is no backbone"):
         lpips(images, references, backbone=tmp_path / "none.pth")

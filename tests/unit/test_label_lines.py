@@ -54,16 +54,16 @@ def federation(folder, plan, sections):
 
 
 def seen_by_a_server():
-    named = Table("Clients left out or suspicious", ("client", "what", "rounds", "first round"), [("2", "x", 1, "1")])
+    named = Table("Clients left out or suspicious", ("client", "reason", "rounds", "first round"), [("2", "x", 1, "1")])
     findings = [
         Finding("accuracy of the personal model", 50, unit="%"),
         Finding("gradient recovered, 5 steps", 0.4, unit="cosine", better="lower", target=0.3, baseline=0.2),
         Finding("PSNR, 5 steps (this run)", 11.5, unit="dB", better="lower", target=16.0, baseline=13.0),
         Finding("PSNR, 1 step of batch 1", 31.25, unit="dB", better="lower", baseline=13.0),
-        Finding("tokens read, 1 step", 0.5, better="lower"),
+        Finding("tokens recovered, 1 step", 0.5, better="lower"),
         Finding("ε of one client, replaced", 8.0, better="lower", detail={"delta": 1e-5}),
     ]
-    return [Section("What a server sees", findings, tables=[named])]
+    return [Section("Exposure to the server", findings, tables=[named])]
 
 
 def ends():

@@ -163,7 +163,7 @@ def test_modules_in_no_table_are_not_flattened(tmp_path):
     save_file(factors({"diffusion_model.lyric_encoder.encoders.0.self_attn.linear_q": ONE}), file)
     made = convert_file(file, tmp_path / "new.safetensors", ConvertSettings(), overwrite=False)
     assert load_file(made.path).keys() == load_file(file).keys()
-    with pytest.raises(UsageError, match="dots could not be found again"):
+    with pytest.raises(UsageError, match="dots could not be recovered"):
         convert_file(file, tmp_path / "k.safetensors", ConvertSettings(layout="kohya"), overwrite=False)
     assert not (tmp_path / "k.safetensors").exists()
 

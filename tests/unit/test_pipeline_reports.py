@@ -307,7 +307,7 @@ def test_a_folder_copied_without_its_index_is_named(folder, tmp_path):
     [
         ("DDPMScheduler", {"variance_type": "learned_range"}, r"The DDPMScheduler of .* fails: TypeError"),
         ("LCMScheduler", {"original_inference_steps": 2}, r"The LCMScheduler of .* fails: .*another number of --steps"),
-        ("DDIMInverseScheduler", {}, "leads from images to noise"),
+        ("DDIMInverseScheduler", {}, "adds noise to images"),
     ],
 )
 def test_schedulers_that_cannot_make_images_are_named(name, more, reason, folder):

@@ -216,7 +216,7 @@ def test_the_variant_that_is_read_is_said_or_asked_for(tmp_path):
     assert "fp16, non_ema" in caught.value.cure
     for ending in ("safetensors", "bin"):
         (source / f"{UNET}.{ending}").unlink()
-    with pytest.raises(UsageError, match=r"unet of .* is stored in the variants fp16, non_ema") as caught:
+    with pytest.raises(UsageError, match=r"unet of .* is stored only in the variants fp16, non_ema") as caught:
         load_text_to_image(source)
     assert "--variant fp16" in caught.value.cure
 

@@ -217,7 +217,7 @@ def fault(tmp_path, kind):
     [
         ("legacy", CorruptBlob, "cannot be read"),
         ("truncated", CorruptBlob, "cannot be read"),
-        ("width", UsageError, f"rows of {WIDTH - 1} entries, the shapes take {WIDTH}"),
+        ("width", UsageError, f"rows of {WIDTH - 1} entries, but the shapes describe {WIDTH}"),
         ("vector", UsageError, "not a matrix of adapters"),
         ("no dimensions", UsageError, "no weight_dimensions.pt .*--stable-diffusion"),
         ("no settings", UsageError, "no adapter_config.json"),

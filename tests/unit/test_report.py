@@ -257,5 +257,5 @@ def test_sections_outside_of_chapters_are_refused():
         Report("Two").chapter(chapter()).chapter(chapter())
     document = Report("Two", environment={}).chapter(chapter()).section("a", [])
     text = document.dump().replace('"chapter": "method"', '"chapter": "none"')
-    with pytest.raises(UsageError, match="belongs to no chapter"):
+    with pytest.raises(UsageError, match="does not belong to a chapter"):
         parse_report(text, where="it")

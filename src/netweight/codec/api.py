@@ -186,7 +186,7 @@ def encode(
         other, *kind = content_of(base)
         if kind != [name, shape]:
             raise UsageError(
-                f"The base is {kind[0]} of shape {kind[1]}, the tensor {name} of shape {shape}.",
+                f"The base is {kind[0]} of shape {kind[1]}, but the tensor is {name} of shape {shape}.",
                 cure="Encode tensors without a counterpart without a base.",
             )
     return encode_raw(

@@ -205,8 +205,8 @@ def empty_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
     except RuntimeError as error:
         raise Unsupported(
-            f"torch has no tensor of shape {shape}, though it has no elements ({error}).",
-            cure="Fetch or compress the file again if this shape is not meant.",
+            f"torch cannot create a tensor of shape {shape}, although it would not have elements ({error}).",
+            cure="Fetch or compress the file again if this shape is wrong.",
         ) from error
 
 

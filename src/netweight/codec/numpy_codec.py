@@ -185,7 +185,7 @@ def _base_of(header: BlobHeader, base: Any, nbytes: int) -> Bytes | None:
     if not header.base_digest:
         return None
     if base is None:
-        raise ValueError("it holds differences from a base, which is missing")
+        raise ValueError("it contains differences from a base, and the base is missing")
     data = as_bytes(base)
     if len(data) != nbytes:
         raise ValueError("the base has another size than the tensor")

@@ -84,8 +84,8 @@ def cifar_resnet20(weights: str | Path | None = None) -> CifarResNet20:
     file = Path(weights) if weights is not None else Path(root or "") / "weights" / _FILE
     if weights is None and not (root and file.is_file()):
         raise MissingExtra(
-            f"The trained ResNet-20 is not at hand: NETWEIGHT_DATA contains no weights/{_FILE}.",
-            cure="Set it to a folder that does, or name a file of weights.",
+            f"The trained ResNet-20 is missing: NETWEIGHT_DATA contains no weights/{_FILE}.",
+            cure=f"Set it to a folder that contains weights/{_FILE}, or name a file of weights.",
         )
     network = CifarResNet20()
     try:
@@ -244,7 +244,7 @@ def pretrained(kind: str, source: str | Path, **options: Any) -> tuple[Any, Mean
         with silent_bars():
             config = transformers.AutoConfig.from_pretrained(source)
             if not isinstance(config, architecture.config_class):
-                raise UsageError(f"{source} is a {config.model_type}, no {kind}.", cure="Name another model.")
+                raise UsageError(f"{source} is a {config.model_type}, not a {kind}.", cure="Name another model.")
             model = architecture.from_pretrained(source, dtype=torch.float32, **options)
             stated = cached_file(source, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False)
     except (OSError, ValueError) as error:

@@ -314,9 +314,9 @@ class PipelineModel:
             started = self._kind.schedule.started(steps, self._device, self._kind.tokens)
         if len(started.timesteps) > 1 and started.timesteps[0] < started.timesteps[-1]:
             raise Unsupported(
-                f"The {type(started).__name__} of {self.name} leads from images to noise.",
-                cure='Write one that leads to images, such as "_class_name": "DDIMScheduler", into model_index.json '
-                "and scheduler/scheduler_config.json.",
+                f"The {type(started).__name__} of {self.name} adds noise to images and does not generate images.",
+                cure='Write a scheduler that removes noise, such as "_class_name": "DDIMScheduler", into '
+                "model_index.json and scheduler/scheduler_config.json.",
             )
         return started
 

@@ -35,7 +35,7 @@ def refuse_lost_weights(folder: str | Path, model: nn.Module, unused: Iterable[s
         if layer is not None and not (name.endswith(".bias") and _is_zero(Path(folder), name)):
             raise UsageError(
                 f"The files of {folder} contain {name!r}, a part of the layer {layer!r} that the configuration "
-                "does not name. Without it, the model would compute something else than its author's.",
+                "does not name. Without it, the outputs would differ from those of the author's model.",
                 cure="State the part in config.json (such as attention_bias or a quantization_config), merge adapters "
                 "once, or fetch the model again.",
             )

@@ -109,7 +109,7 @@ class PipelineFiles:
                 f"{self.folder} contains no weights of the variant {variant!r}.",
                 cure=f"Its variants are {', '.join(variants)}."
                 if variants
-                else "Leave --variant out: it has one only.",
+                else "Leave --variant out: the pipeline has only one variant.",
             )
 
     @cached_property
@@ -135,8 +135,8 @@ class PipelineFiles:
         if variant not in variants:
             if len(variants) > 1:
                 raise UsageError(
-                    f"The {part} of {self.folder} is stored in the variants {', '.join(variants)}, and in no usual "
-                    "file.",
+                    f"The {part} of {self.folder} is stored only in the variants {', '.join(variants)}, not in a file "
+                    "without a variant.",
                     cure=f"Choose one, such as --variant {variants[0]}.",
                 )
             variant = variants[0] if variants else ""

@@ -15,7 +15,7 @@ _PIXELS = re.compile(r"(\d+)(?:\s*[x×,]\s*(\d+))?")
 
 @final
 class PipelineSettings(Settings):
-    """Settings of opening a pipeline's folder."""
+    """Settings for opening a pipeline's folder."""
 
     device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
     variant: str | None = Field(
@@ -28,7 +28,7 @@ class PipelineSettings(Settings):
     )
     fit: Literal["crop", "stretch", "pad"] = Field(
         "crop",
-        description="How pictures of another shape are brought to that size: crop cuts out the middle, as in "
+        description="Conversion of pictures of another shape to that size: crop cuts out the middle, as in "
         "the training of most models; stretch distorts; pad adds black bars.",
     )
 

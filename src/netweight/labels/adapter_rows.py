@@ -217,11 +217,11 @@ def _single_rows(facts: AdapterFacts) -> Iterator[Row]:
     yield Row(key="rank", title="Rank", value=f"{low}" if low == high else f"{low} to {high}", number=high)
     for share, value in zip((90, 99), facts.effective_ranks, strict=True):
         yield Row(
-            key=f"effective_rank_{share}", title=f"Rank that holds {share} % of it", value=f"{value:.1f}", number=value,
-            indent=1, basis="of the squared norm of the change; mean over modules",
+            key=f"effective_rank_{share}", title=f"Rank for {share} % of the change", value=f"{value:.1f}",
+            number=value, indent=1, basis="of the squared norm of the change; mean over modules",
         )  # fmt: skip
     yield Row(
-        key="readers", title="Programs that read it", value=_READERS.get(facts.layout, facts.layout),
+        key="readers", title="Programs that read this layout", value=_READERS.get(facts.layout, facts.layout),
         basis=f"names in the layout of {facts.layout}",
     )  # fmt: skip
     yield Row(
@@ -255,7 +255,7 @@ def _folder_rows(
         yield Row(key="rank", title="Ranks", value=f"{min(ranks)} to {max(ranks)}", number=max(ranks))
         mean = sum(each.effective_ranks[0] for each in facts) / len(facts)
         yield Row(
-            key="effective_rank_90", title="Rank that holds 90 %", value=f"{mean:.1f}", number=mean, indent=1,
+            key="effective_rank_90", title="Rank for 90 % of the change", value=f"{mean:.1f}", number=mean, indent=1,
             basis="mean over adapters and modules",
         )  # fmt: skip
     compared = min(len(facts), MOST_COMPARED)

@@ -44,7 +44,7 @@ def federation_groups(subject: LabelSubject) -> list[RowGroup]:
     ]
     basis = "the run's history" if "rounds" in subject.config and _is_history(subject) else "the run's plan"
     groups = [RowGroup(
-        title="What a server sees", anchor="federation", rows=tuple(rows), basis=f"{basis} and report",
+        title="Federation", anchor="federation", rows=tuple(rows), basis=f"{basis} and report",
     )]  # fmt: skip
     return [*groups, verdict_group(decide(sections))] if sections else groups
 
@@ -72,7 +72,7 @@ def _plan_rows(subject: LabelSubject) -> Iterator[Row]:
         yield Row(key="rounds", title="Rounds", value=f"{len(rounds):,}", number=len(rounds))
     else:
         yield Row(key="clients", title="Clients", value=canonical(plan.get("clients", "not stated")))
-        yield Row(key="rounds", title="Rounds asked for", value=canonical(plan.get("rounds", "not stated")))
+        yield Row(key="rounds", title="Rounds planned", value=canonical(plan.get("rounds", "not stated")))
 
 
 def _findings(sections: Sequence[Section], start: str) -> list[Finding]:
@@ -96,7 +96,7 @@ def _shows_privacy(subject: LabelSubject, sections: Sequence[Section]) -> bool:
 def _audit_rows(sections: Sequence[Section], *, complete: bool) -> Iterator[Row]:
     yield from _reconstruction_rows(_findings(sections, "PSNR, "))
     yield from _gradient_rows(_findings(sections, "gradient recovered, "))
-    yield from _text_rows(_findings(sections, "tokens read, "))
+    yield from _text_rows(_findings(sections, "tokens recovered, "))
     budgets = _findings(sections, "ε of one ")
     if not complete and not budgets:
         yield Row(key="privacy", title="Privacy budget ε", value=_OPTION, state="not measured")

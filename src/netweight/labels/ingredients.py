@@ -90,7 +90,7 @@ def _parameter_rows(facts: WeightFacts) -> list[Row]:
     ]
     return [
         Row(key="parameters", title="Numbers in the files", value=count(numbers), number=numbers,
-            basis=f"{many(len(facts.tensors), 'tensor')}; buffers count, tied tensors count once a copy"),
+            basis=f"{many(len(facts.tensors), 'tensor')}; buffers count, tied tensors count once per copy"),
         Row(key="dtypes", title="Types", value=", ".join(shares), indent=1,
             detail={dtype: len(tensors) for dtype, tensors in facts.by_dtype().items()}),
     ]  # fmt: skip
@@ -141,7 +141,7 @@ def _quantization_rows(subject: LabelSubject, facts: WeightFacts) -> list[Row]:
         return [Row(key="quantization", title="Quantization", value=", ".join(dict.fromkeys(named)))]
     if codes:
         return [Row(
-            key="quantization", title="Quantization", value="codes, and no stated method", state="warning",
+            key="quantization", title="Quantization", value="codes without a stated method", state="warning",
             basis=f"{many(len(codes), 'matrix', 'matrices')} of {codes[0].dtype}, such as {codes[0].name}",
         )]  # fmt: skip
     return [Row(key="quantization", title="Quantization", value="none stated")]

@@ -33,7 +33,7 @@ def weight_group(subject: LabelSubject, facts: WeightFacts) -> RowGroup:
         ),
         Row(
             key="tare", title="Tare (could be saved)", number=100 * tare, unit="percent", strong=True,
-            value=percent(tare) if net <= gross else f"none, {size(net - gross)} more",
+            value=percent(tare) if net <= gross else f"none; compression adds {size(net - gross)}",
         ),
     ]  # fmt: skip
     if gross and abs(stored - gross) > gross / 20 and stored < gross:
@@ -44,7 +44,7 @@ def weight_group(subject: LabelSubject, facts: WeightFacts) -> RowGroup:
     if subject.copies:
         nbytes = sum(file.stat().st_size for file in subject.copies)
         rows.append(Row(
-            key="copies", title="Copies beside it", value=f"{size(nbytes)} in {many(len(subject.copies), 'file')}",
+            key="copies", title="Copies of the weights", value=f"{size(nbytes)} in {many(len(subject.copies), 'file')}",
             number=nbytes, unit="bytes", indent=1, state="warning",
             basis="counted, not read: variants and pickles of the same weights",
             detail={"files": [file.name for file in subject.copies]},
@@ -85,7 +85,7 @@ def bits_group(facts: WeightFacts) -> RowGroup:
     rows += _duplicate_rows(facts)
     rows += _row_rows(facts)
     rows += _not_finite_rows(facts)
-    return RowGroup(title="Where the bits go", anchor="bits", rows=tuple(rows), basis=coverage(facts))
+    return RowGroup(title="Bits per number", anchor="bits", rows=tuple(rows), basis=coverage(facts))
 
 
 def _dtype_rows(dtype: str, tensors: Sequence[TensorFacts], nbytes: int, gross: int) -> list[Row]:
@@ -135,7 +135,7 @@ def _narrower_rows(facts: WeightFacts) -> list[Row]:
             nbytes = sum(tensor.nbytes for tensor in fitting)
             if fitting and nbytes >= _LEAST_SHARE * facts.gross:
                 rows.append(Row(
-                    key=f"{dtype}_holds_{narrow}".lower(), title=f"{dtype} that holds {narrow} values exactly",
+                    key=f"{dtype}_holds_{narrow}".lower(), title=f"{dtype} numbers that are exact in {narrow}",
                     value=size(nbytes), number=nbytes, unit="bytes", state="warning",
                     basis=f"{len(fitting)} of {len(wide)} {dtype} tensors",
                     detail={"tensors": [tensor.name for tensor in fitting[:100]]},

@@ -304,7 +304,7 @@ def _heads(path: Path | None, channels: tuple[int, ...]) -> list[Tensor]:
     file = path or (Path(data) / "weights" / "lpips_v01_heads.safetensors" if data else None)
     if file is None or not file.is_file():
         raise MissingExtra(
-            f"LPIPS needs its heads, and {file or 'no file'} holds them.",
+            f"LPIPS needs a file with its heads, and {f'there is no file {file}' if file else 'none was given'}.",
             cure="Give their file, or set NETWEIGHT_DATA to the folder that contains "
             "weights/lpips_v01_heads.safetensors.",
         )

@@ -91,7 +91,7 @@ def region_copies(own: MemorizedImage, images: Tensor, *, foreground: Tensor | N
     mask = foreground_by_color(own.image) if foreground is None else foreground.bool()
     if mask.shape != own.image.shape[1:]:
         raise UsageError(
-            f"A foreground of {tuple(mask.shape)} pixels is not of an image of {tuple(own.image.shape[1:])}.",
+            f"A foreground of {tuple(mask.shape)} pixels does not fit an image of {tuple(own.image.shape[1:])} pixels.",
             cure="Give a mask of the training image's size.",
         )
     where = torch.ones_like(mask) if own.where is None else own.where

@@ -47,7 +47,9 @@ class Times:
             raise UsageError("There are no times.", cure="Measure some; runs that failed are reported apart.")
         lengths = {len(self.values), len(self.observed), len(self.clusters or self.values)}
         if len(lengths) > 1:
-            raise UsageError(f"{len(self.values)} times came with {len(self.observed)} marks or as many clusters.")
+            raise UsageError(
+                f"{len(self.values)} times came with {len(self.observed)} marks, or with another number of clusters."
+            )
         for place, value in enumerate(self.values):
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"Time {place} is {value}.", cure="Give finite times of 0 or more.")

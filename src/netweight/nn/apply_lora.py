@@ -150,7 +150,7 @@ def _order(groups: Tensor | None, counts: set[int]) -> _ChangeAssignment:
             raise UsageError(f"There are {count} adapters, and no groups.", cure="Give the group of each sample.")
         return _ChangeAssignment(None, 1)
     if groups.ndim != 1 or not len(groups) or groups.is_floating_point():
-        raise UsageError(f"Groups of shape {tuple(groups.shape)} and {groups.dtype}.", cure="Give (batch,), int64.")
+        raise UsageError(f"The groups are {groups.dtype} of shape {tuple(groups.shape)}.", cure="Give (batch,), int64.")
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         raise UsageError(
             f"Groups reach from {int(groups.min())} to {int(groups.max())}, and there are {count} adapters.",

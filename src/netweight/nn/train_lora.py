@@ -49,7 +49,8 @@ class AdapterRecipe:
         """Refuse what cannot be trained."""
         if self.rank < 1 or self.steps < 1 or not self.learning_rate > 0 or not self.scale > 0:
             raise UsageError(
-                f"rank {self.rank}, steps {self.steps}, learning_rate {self.learning_rate} and scale {self.scale}.",
+                f"rank={self.rank}, steps={self.steps}, learning_rate={self.learning_rate} or scale={self.scale} is "
+                "out of range.",
                 cure="Give ranks and steps of at least 1, and a positive rate and scale.",
             )
         if self.start not in ("shared", "independent"):
@@ -78,7 +79,7 @@ def _initial_adapters(
     """Return adapters that change nothing yet: `down` even within ±1/√columns as in peft, `up` 0."""
     if not names or not layers or len(set(names)) != len(names):
         raise UsageError(
-            f"{len(names)} adapters, {len(set(names))} names, {len(layers)} layers.",
+            f"There are {len(names)} adapters with {len(set(names))} different names, and {len(layers)} layers.",
             cure="Give at least one adapter and one layer, and each adapter a name of its own.",
         )
     down, up = {}, {}

@@ -53,7 +53,8 @@ def update_card(folder: str | Path, *, command: str | None = None, base_model: s
     entries = entries_of(folder)
     if not entries:
         raise UsageError(
-            f"{folder} contains no record of what netweight did to it.", cure="Name the folder that a command wrote."
+            f"{folder} does not contain a record of a treatment by netweight.",
+            cure="Name the folder that a command wrote.",
         )
     text = _text(folder)
     text = _tagged(text, entries) if text else _begun(folder, entries, base_model)

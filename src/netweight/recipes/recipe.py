@@ -109,7 +109,9 @@ class _Steps(Settings):
     subject: str = Field(
         min_length=1, description="The model: a folder, a file or an id on the hub. It is never changed."
     )
-    treatments: tuple[Any, ...] = Field(default=(), min_length=1, description="In this order.")
+    treatments: tuple[Any, ...] = Field(
+        default=(), min_length=1, description="Treatments of the subject, in the order in which they are applied."
+    )
     attacks: tuple[Any, ...] = Field(
         default=(), min_length=1, description="Attacks on the result of the last treatment."
     )
@@ -119,8 +121,8 @@ class _Steps(Settings):
     seed: int = Field(default=0, description="Seed of audits and attacks.")
     placeholders: dict[str, str] = Field(
         default={},
-        description="Files of rows that only show the format, and their digests: the recipe does not run while a file "
-        "has its digest.",
+        description="Files of example rows that only show the format, with their digests. The recipe does not run "
+        "while a file still has this digest.",
     )
 
 
@@ -128,8 +130,8 @@ class _Chapter(_Steps):
     """A chapter of a recipe: steps of its own, which share a report with those of other chapters."""
 
     title: str = Field(min_length=1, description="Heading of the chapter.")
-    question: str = Field(min_length=1, description="What is asked.")
-    intro: str = Field(default="", description="What the chapter shows.")
+    question: str = Field(min_length=1, description="Question that the chapter answers.")
+    intro: str = Field(default="", description="Introduction below the question.")
 
 
 class _Recipe(_Steps):

@@ -96,7 +96,7 @@ class Report(BaseModel):
         titles = {chapter.title for chapter in self.chapters}
         for section in self.sections:
             if section.chapter not in titles and (section.chapter or titles):
-                raise ValueError(f"section {section.title!r} belongs to no chapter of the report")
+                raise ValueError(f"section {section.title!r} does not belong to a chapter of the report")
         return self
 
     def chapter(self, chapter: Chapter) -> Self:

@@ -433,7 +433,8 @@ class Base:
         if self._files is None:
             if self._links < 1:
                 raise UsageError(
-                    f"More than {MOST_LINKS} models are differences from each other up to {self.path}.",
+                    f"{self.path} is the end of a chain of more than {MOST_LINKS} models, each stored as differences "
+                    "from the one before.",
                     cure="Store one of them whole: decompress it, and compress it without --base.",
                 )
             folder = self.path / self.within

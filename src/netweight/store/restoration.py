@@ -52,7 +52,7 @@ def check_digest(path: Path, digest: str, recorded: str) -> None:
     """Compare a restored file with what was recorded of the original."""
     if digest != recorded:
         raise CorruptBlob(
-            f"{path}: the restored content has digest {digest}, recorded is {recorded}.",
+            f"{path}: the restored content has digest {digest}, but {recorded} was recorded.",
             cure="The compressed folder is damaged: fetch or make it again.",
         )
 

@@ -224,7 +224,7 @@ def read_header(path: Path) -> Header:
         ) from error
     if header.data_start + header.data_size != size:
         raise CorruptBlob(
-            f"{path}: the header describes {header.data_start + header.data_size:,} bytes, the file has {size:,}.",
+            f"{path}: the header describes {header.data_start + header.data_size:,} bytes, but the file has {size:,}.",
             cure="The file was cut short or extended; fetch it again.",
         )
     return header
@@ -570,5 +570,5 @@ def inflate_text(text: str, *, limit: int) -> bytes:
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from error
     if not inflater.eof:
-        raise ValueError(f"the deflated text is incomplete or holds more than {limit:,} bytes")
+        raise ValueError(f"the deflated text is incomplete or contains more than {limit:,} bytes")
     return data

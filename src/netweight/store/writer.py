@@ -100,7 +100,8 @@ class StoreWriter:
         """Open the temporary file."""
         if self.base is not None and self.base.links > MOST_LINKS:
             raise UsageError(
-                f"{self.base.path} is the last of {MOST_LINKS} models that are differences from each other.",
+                f"{self.base.path} is the end of a chain of {MOST_LINKS} models, each stored as differences from the "
+                "one before.",
                 cure="Give a base that is stored whole, or compress without --base.",
             )
         self._file = self._stack.enter_context(whole_file(self.path, overwrite=self._overwrite, mode=self._mode))

@@ -368,7 +368,7 @@ def cipher_world(seed: int = SHIPPED_SEED, *, folder: str | Path | None = None, 
     name = "content" if by_content else "ciphers"
     if folder is None and (by_content or seed != SHIPPED_SEED):
         raise UsageError(
-            f"No models of the {name} of seed {seed} come with netweight, only of ciphers of seed {SHIPPED_SEED}.",
+            f"netweight does not contain models of the {name} of seed {seed}, only of ciphers of seed {SHIPPED_SEED}.",
             cure=f"Run: python -m netweight_experiments.toys.small_world {name} FOLDER --seed {seed}",
         )
     return SmallWorld(name, CipherLanguage(seed, by_content), checkpoint("ciphers") if folder is None else Path(folder))

@@ -274,7 +274,7 @@ class ShapesWorld:
         if strange:
             raise NameNotFound(
                 f"{strange[0]!r} is not an ordinary caption of this world.",
-                cure=f"They are like {self._order[0].caption!r}; planted pictures have no attributes.",
+                cure=f"Ordinary captions are like {self._order[0].caption!r}; planted pictures have no attributes.",
             )
         return agreement(pictures, [scenes[caption] for caption in captions])
 

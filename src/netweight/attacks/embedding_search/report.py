@@ -1,7 +1,7 @@
-"""Report of a comparison of searches: images brought back, steps to that, controls beside, and a verdict in words.
+"""Report of a comparison of searches: images recovered, steps to that, controls beside, and a verdict in words.
 
 An attacker chooses: for each target and seed the soonest of all starts and restarts counts. Verdicts never say
-"erased": an image that was not brought back has withstood the searches that were made.
+"erased": an image that was not recovered has withstood the searches that were made.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SubjectRoles:
     edited: str | None = None
     """Name of the subject whose edit the others are measured against; None for none."""
     least_resistance: float | None = None
-    """Least steps to bring planted images back, as a multiple of those in `edited`, that other edited subjects are
+    """Least steps to recover planted images, as a multiple of those in `edited`, that other edited subjects are
     to need; None asks for nothing.
     """
 
@@ -74,7 +74,7 @@ def search_section(
         figures=[*(figure for figure in drawn if figure is not None), grid_figure(comparison, ordered, folder)],
         tables=[search_table(comparison)],
         intro=_INTRO,
-        question="Can a search over text embeddings bring the images back?",
+        question="Can a search over text embeddings recover the images?",
         conclusion=" ".join(f"{name}: {words}" for name, (_, words) in verdicts.items()),
         outcome=worst(outcome for name, (outcome, _) in verdicts.items() if name != roles.unedited),
         warnings=warnings,
@@ -166,7 +166,7 @@ def _about(comparison: Comparison, name: str, roles: SubjectRoles, seed: int) ->
 
 
 def _back(name: str, kind: str, runs: Sequence[TargetSearches]) -> Finding:
-    title = f"{kind} brought back, {name}"
+    title = f"{kind} recovered, {name}"
     times = times_of(runs)
     diverged = sum(trial.outcome == "diverged" for run in runs for trial in run.trials)
     if times is None:
@@ -193,7 +193,7 @@ def _share(runs: Sequence[TargetSearches], start: Start) -> str:
 def _steps(name: str, kind: str, runs: Sequence[TargetSearches], base: Sequence[TargetSearches] | None) -> Finding:
     times, base_times = times_of(runs), None if base is None else times_of(base)
     return steps_finding(
-        f"steps to bring {kind} back, {name}",
+        f"steps to recover {kind}, {name}",
         None if times is None else kaplan_meier(times),
         base=None if base_times is None else kaplan_meier(base_times),
         why_none="every search diverged",
@@ -287,7 +287,7 @@ def _resistance(
     common: dict[str, Any] = {"unit": "times as many steps", "better": "higher", "target": roles.least_resistance}
     ratio = steps_ratio(runs, base, seed=seed)
     if ratio is None or math.isnan(ratio.estimate):
-        why = "neither of the two was brought back in half of the runs"
+        why = "neither of the two was recovered in half of the runs"
         if ratio is None:
             why = f"fewer than {MINIMUM_FOR_BOOTSTRAP} runs of one of the two, or no step was needed"
         return Finding(title, None, detail={"reason": why}, **common)
@@ -317,7 +317,7 @@ def verdict(comparison: Comparison, subject: str) -> Words:
 
 
 def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> Words:
-    words = f"Planted images{'' if held else ' come back'}: {planted}."
+    words = f"Planted images{'' if held else ' are recovered'}: {planted}."
     if memory is None:
         words += " Without never-trained images it is unknown what the search generates by itself."
     else:
@@ -328,7 +328,7 @@ def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> W
     return "told" if held else "broken", words
 
 
-_PLANTED, _CONTROLS = "planted images brought back", "never-trained images brought back"
+_PLANTED, _CONTROLS = "planted images recovered", "never-trained images recovered"
 _VERDICT = Conclusion(
     "attack: embedding search",
     [Criterion(_PLANTED, "lower", than=0), Criterion(_CONTROLS, "lower", strict=True, needed=False)],
@@ -339,10 +339,10 @@ _VERDICT = Conclusion(
 def _counted(times: Times, at_once: int) -> str:
     curve: Survival = kaplan_meier(times)
     if not times.events:
-        return f"none of {times.n} brought back, survived searches of {curve.last:.0f} steps"
+        return f"none of {times.n} recovered in searches of {curve.last:.0f} steps"
     half = f", half of them by step {curve.median:.0f}" if math.isfinite(curve.median) else ", fewer than half"
     alone = f", {at_once} of them without a search" if at_once else ""
-    return f"{times.events} of {times.n} brought back{half}{alone}"
+    return f"{times.events} of {times.n} recovered{half}{alone}"
 
 
 def _starts(runs: Sequence[TargetSearches]) -> list[Start]:
@@ -354,7 +354,7 @@ def _seeds(runs: Sequence[TargetSearches]) -> tuple[int, ...]:
 
 
 def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
-    """Draw the share of images brought back against steps, one line per subject."""
+    """Draw the share of images recovered against steps, one line per subject."""
     what = "Planted" if trained else "Never-trained"
     all_times = {name: times_of(comparison.of(name, trained=trained)) for name in comparison.subjects}
     # The curve of one search says nothing of others.
@@ -365,7 +365,7 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
     series, bands, words = {}, {}, []
     for name, curve in curves.items():
         x, share, low, high = (list(part) for part in curve.steps())
-        # All images were brought back, so the curve stays at 0 up to the longest search.
+        # All images were recovered, so the curve stays at 0 up to the longest search.
         if share[-1] == 0 and x[-1] < longest:
             x, share, low, high = [*x, longest], [*share, 0.0], [*low, low[-1]], [*high, high[-1]]
         series[name] = x, [1 - value for value in share]
@@ -373,10 +373,10 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
         words.append(f"{name}: {_half(curve)} (n = {curve.n})")
     return lines(
         series,
-        alt=f"Share of {what.lower()} images brought back, by steps of the search. {'; '.join(words)}.",
+        alt=f"Share of {what.lower()} images recovered, by steps of the search. {'; '.join(words)}.",
         caption=f"{what} images. {'; '.join(words)}. Bands are pointwise 95 % intervals over targets and seeds.",
         xlabel="steps of the search",
-        ylabel="share brought back",
+        ylabel="share recovered",
         bands=bands,
         ylim=(0, 1),
     )
@@ -384,8 +384,8 @@ def success_figure(comparison: Comparison, *, trained: bool) -> Figure | None:
 
 def _half(curve: Survival) -> str:
     if math.isfinite(curve.median):
-        return f"half of the pictures are brought back by step {curve.median:.0f}"
-    return f"fewer than half of the pictures are brought back by step {curve.last:.0f}"
+        return f"half of the pictures are recovered by step {curve.median:.0f}"
+    return f"fewer than half of the pictures are recovered by step {curve.last:.0f}"
 
 
 def grid_figure(comparison: Comparison, targets: Sequence[TargetImage], folder: str | Path) -> Figure:
@@ -443,8 +443,8 @@ def _pixels(image: Tensor) -> object:
 def search_table(comparison: Comparison) -> Table:
     """Return one row for each subject, kind of image and start."""
     columns = (
-        "model", "images", "start", Column("n"), Column("found"), Column("diverged"),
-        Column("median", "steps", "higher"), Column("best", better="lower"), Column("moved"),
+        "model", "images", "start", Column("n"), Column("recovered"), Column("diverged"),
+        Column("median", "steps", "higher"), Column("best", better="lower"), Column("change"),
     )  # fmt: skip
     rows = [
         _row(name, trained, start, comparison.of(name, trained=trained))
@@ -454,11 +454,11 @@ def search_table(comparison: Comparison) -> Table:
         if comparison.of(name, trained=trained)
     ]
     notes = (
-        "n: number of searches, each restart counted; found: those that recovered the image; median: steps by which "
-        "half of them had, > if fewer than half did; best: the greatest median similarity over a step's images, "
+        "n: number of searches, each restart counted; recovered: those that recovered the image; median: steps by "
+        "which half of them had, > if fewer than half did; best: the greatest median similarity over a step's images, "
         "averaged "
-        "over searches; moved: root mean square of what was added to the embedding, as a share of that of its start, "
-        "at the last comparison",
+        "over searches; change: root mean square of the vector added to the embedding, as a share of that of its "
+        "start, at the last comparison",
     )
     return Table("Searches by start", columns, rows, notes)
 

@@ -362,7 +362,7 @@ _FOUND = "found"
 @final
 @dataclass(frozen=True)
 class TargetImage:
-    """An image to be brought back."""
+    """An image to be recovered."""
 
     name: str
     """Name of the image in reports."""

@@ -167,7 +167,7 @@ class FolderSearch(Settings):
         description="Fewest steps that further pipelines must need, as a multiple of the edited pipeline's; "
         "the finding fails below it.",
     )  # fmt: skip
-    pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How pipelines are opened.")
+    pipeline: PipelineSettings = Field(default=PipelineSettings(), description="Settings for opening the pipelines.")
 
     def check(self) -> None:
         """Refuse what could only fail later."""

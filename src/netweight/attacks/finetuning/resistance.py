@@ -253,7 +253,7 @@ def measure_ability(
 ) -> OrdinaryAbility:
     """Measure a model, which stays as it is."""
     if not examples:
-        raise UsageError("Kept ability needs at least one example of the abilities to keep.")
+        raise UsageError("The kept ability can be measured only on at least one example of the abilities to keep.")
     right: list[int] = []
     tokens: list[int] = []
     nats: list[float] = []
@@ -283,7 +283,8 @@ def ability_findings(
     """Compare a defended model with its base."""
     if before.tokens != after.tokens or before.judge_scores.keys() != after.judge_scores.keys():
         raise UsageError(
-            "Kept ability is a comparison on the same rows by the same judges.", cure="Measure both alike."
+            "The kept ability compares two models, and these were measured on different rows or by different judges.",
+            cure="Measure both models on the same rows by the same judges.",
         )
     return [
         _ability(name, before, after, least_kept, seed),

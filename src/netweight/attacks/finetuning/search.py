@@ -217,8 +217,8 @@ def search_one(
                 if left > 0 and seconds > left and kind not in too_slow:
                     too_slow.add(kind)
                     progress.note(
-                        f"Left out, as the time does not suffice: {part[0].label}. It would take about "
-                        f"{seconds / 60:.1f} minutes, and {left / 60:.1f} are left for this part of the search."
+                        f"An attack is left out for lack of time: {part[0].label}. It would take about "
+                        f"{seconds / 60:.1f} minutes, and {left / 60:.1f} minutes are left for this part of the search."
                     )
                 if seconds > left:
                     continue

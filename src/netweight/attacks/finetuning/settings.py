@@ -59,7 +59,7 @@ class AttackSettings(Settings):
     bits: int | None = Field(None, ge=2, le=8, description="Bits that matrices are rounded to before the first step.")
     of_other: float = Field(
         0.0,
-        description="Share of the other model that the attacker has in the weights at the start; negative subtracts.",
+        description="Share of the attacker's other model in the weights at the start; a negative share subtracts it.",
     )
     noise: float = Field(
         0.0,
@@ -76,11 +76,16 @@ class AttackSettings(Settings):
     epochs: int = Field(1, ge=1, description="Passes over the examples, each in a new order.")
     max_steps: int | None = Field(None, ge=1, description="Largest number of steps, including benign ones.")
     batch_size: int = Field(4, ge=1, description="Examples per step.")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="`cosine` falls to 0 at the attack's end.")
+    schedule: Literal["cosine", "constant"] = Field(
+        "cosine",
+        description="Learning rate after the warm-up: `cosine` falls to 0 at the attack's end; `constant` stays.",
+    )
     warmup: float = Field(0.1, ge=0, lt=1, description="Share of the steps over which the learning rate rises.")
     clip: float | None = Field(1.0, gt=0, description="Largest norm of the gradient; null for no bound.")
-    loss_on: LossOn = Field("response", description="Tokens that are trained on.")
-    domain: str = Field("harmful", description="Name of the subject's data with which it is attacked.")
+    loss_on: LossOn = Field(
+        "response", description="Tokens that are trained on: those of the response, or `full` for the prompt as well."
+    )
+    domain: str = Field("harmful", description="Name of the subject's data on which the attack trains.")
     template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
     benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")
     benign_share: float = Field(
@@ -90,9 +95,9 @@ class AttackSettings(Settings):
     )  # fmt: skip
     precision: Precision = Field(
         "fp32",
-        description="Weights in float32; `mixed`, the same with bfloat16 autocast; `rounded`, weights and gradients in "
-        "bfloat16, with steps and states in float32 and random rounding; or `bf16` throughout, as in the paper's code, "
-        "which loses small updates to rounding.",
+        description="Precision of the training. `fp32`: weights in float32. `mixed`: the same with bfloat16 autocast. "
+        "`rounded`: weights and gradients in bfloat16, steps and states in float32, and random rounding. `bf16`: "
+        "everything in bfloat16, as in the paper's code, which loses small updates to rounding.",
     )
     seed: int = Field(0, description="Seed of the draw of examples, their order, dropout and the factors.")
     check_every: int = Field(10, ge=1, description="Steps between two scores: the resolution of every step count.")
@@ -106,7 +111,9 @@ class AttackSettings(Settings):
                 f"lora_rank trains factors in place of {self.trains}.", cure="Leave out lora_rank or trains."
             )
         if self.max_steps is not None and self.benign_first >= self.max_steps:
-            raise UsageError(f"{self.benign_first} benign steps first leave none of {self.max_steps} for harmful ones.")
+            raise UsageError(
+                f"{self.benign_first} benign steps do not leave any of {self.max_steps} steps for harmful examples."
+            )
 
     @property
     def steps(self) -> int:

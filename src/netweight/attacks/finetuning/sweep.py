@@ -198,7 +198,7 @@ def _plan(
         if not fitting:
             domains = ", ".join(sorted({one.data for one in settings}))
             raise UsageError(
-                f"The subject {name.name!r} has none of the data attacked with: {domains}.",
+                f"The subject {name.name!r} does not have the data on which the attacks train: {domains}.",
                 cure=f"It has: {', '.join(subject.domains)}.",
             )
         for one in fitting:

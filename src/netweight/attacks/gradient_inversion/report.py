@@ -46,7 +46,7 @@ def findings_of(
         return findings
     missing = int(images.isnan().flatten(1).any(1).sum())
     if missing:
-        findings.append(Finding("images not found", missing, n=len(images), better="lower"))
+        findings.append(Finding("images not reconstructed", missing, n=len(images), better="lower"))
     measured = image_findings(_grayed(images), reference, backbone=backbone, heads=heads, seed=seed)
     # The limit is set by the defender, for whom a lower PSNR is better.
     if max_psnr is not None:
@@ -68,7 +68,7 @@ def inversion_section(
     measured = {finding.name: finding.value or 0.0 for finding in findings}
     facts = {"db": f"{measured.get('PSNR', 0.0):.1f}", "alike": f"{measured.get('SSIM', 0.0):.2f}"}
     return Section(
-        "What the update reveals", findings, figures=_figures(reconstruction, images, reference),
+        "Reconstruction from the update", findings, figures=_figures(reconstruction, images, reference),
         question="Can the private images be reconstructed from what the client sent?",
         conclusion=_CONCLUSION(findings, **facts)[1],
         intro="A better value means a better attack, unless a limit was set. PSNR and SSIM compare with the "

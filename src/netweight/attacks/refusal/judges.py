@@ -61,7 +61,7 @@ def user_judge(name: str, *, option: str, device: str = "cpu") -> Judge:
             values = torch.as_tensor(returned).double().flatten()
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(
-                f"The judge {name} returned {type(returned).__name__} that is not a number for each answer.",
+                f"The judge {name} returned a {type(returned).__name__} that does not consist of numbers.",
                 cure="Return a list of numbers from 0 to 1.",
             ) from error
         if not bool(values.isfinite().all()):

@@ -80,7 +80,9 @@ def read_questions(
     if tokenizer.chat_template:
         template = Chat(settings.template_options)
     elif settings.template:
-        raise UsageError("The tokenizer has no chat template, so it has no options.", cure="Leave out --template.")
+        raise UsageError(
+            "The tokenizer has no chat template to which options could be given.", cure="Leave out --template."
+        )
     else:
         report(
             "The tokenizer has no chat template: prompts are given as plain text, for which chat models were "

@@ -183,7 +183,7 @@ _VERDICT = Conclusion("attack: refusal", [AllTargets()], _words)
 def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredEdit]) -> Table:
     columns = (
         "kind", "edit", "best of its kind", Column("first token", "", "higher"), Column("divergence", "nats"),
-        Column("refused", "%", "higher"), Column("perplexity", "×"), Column("right tokens", "", "lower"),
+        Column("refused", "%", "higher"), Column("perplexity", "×"), Column("token accuracy", "", "lower"),
     )  # fmt: skip
     rows: list[tuple[Any, ...]] = [
         ("none", "the model itself", "", before.first_token, before.divergence, *_cells(before))
@@ -197,10 +197,10 @@ def _table(before: Refusal, edits: Sequence[ScoredEdit], best: dict[str, ScoredE
         "distribution of the next token on ordinary prompts. Both are measured on the quarter of the prompts by which "
         "edits are chosen. The other columns are measured on the last quarter, and only for the best edits; a dash "
         "means that the value was not measured. refused: share of the prompts that the model refuses; perplexity: on "
-        "ordinary prompts, as a multiple of that of the unedited model; right tokens: share of the tokens of the known "
-        "responses to refused prompts that the model predicts correctly, if the rows have responses.",
+        "ordinary prompts, as a multiple of that of the unedited model; token accuracy: share of the tokens of the "
+        "known responses to refused prompts that the model predicts correctly, if the rows have responses.",
     )
-    return Table("What each edit leaves", columns, rows, notes)
+    return Table("Refusal after each edit", columns, rows, notes)
 
 
 def _cells(refusal: Refusal) -> tuple[object, ...]:

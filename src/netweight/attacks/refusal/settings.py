@@ -130,7 +130,7 @@ class SafeguardSettings(RefusalSettings, FolderAttack):
     refused: RowSource = Field(
         "", description="Rows with a prompt that the model refuses; without them refusal is not attacked."
     )
-    ordinary: RowSource = Field("", description="Rows with a prompt that it answers, needed with `refused`.")
+    ordinary: RowSource = Field("", description="Rows with a prompt that the model answers, needed with `refused`.")
 
     @property
     def files(self) -> list[Path]:

@@ -98,7 +98,10 @@ def encode_into(
     if payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
         raise UsageError(f"The payload is {payload.dtype} of shape {tuple(payload.shape)}; it must be contiguous U8.")
     if payload.device != tensor.device or payload.numel() < LENGTH_BYTES:
-        raise UsageError(f"The payload, {payload.numel()} bytes on {payload.device}, cannot hold a blob here.")
+        raise UsageError(
+            f"The payload has {payload.numel()} bytes on {payload.device}; it must have at least {LENGTH_BYTES} bytes "
+            f"on {tensor.device}."
+        )
     plan = _plan(tensor, level, chunk_log2)
     if plan is None:
         return _put(_on_host(tensor, level, chunk_log2), payload, status)

@@ -105,7 +105,7 @@ def decode_pictures(
             and none is given; or a split is empty.
     """
     if not all(splits):
-        raise UsageError(f"{of} has a split without pictures.", cure="Check the value.")
+        raise UsageError(f"{of} has a split without pictures.", cure="Give at least one picture in each split.")
     # Two passes, since opening reads a header only and decoded pictures may be large.
     gray, depth = True, 0
     for name, source in (pair for split in splits for pair in split):

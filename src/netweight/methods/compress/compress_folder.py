@@ -297,7 +297,7 @@ def _check_ends(source: Path, target: Path, overwrite: bool) -> None:
     if target.is_dir() and source.is_file():
         raise UsageError(f"{target} is a folder.", cure=f"Name the file to write, e.g. {target / source.name}.")
     if target.is_file() and source.is_dir():
-        raise UsageError(f"{target} is a file, {source} a folder.", cure="Choose another name.")
+        raise UsageError(f"{target} is a file, but {source} is a folder.", cure="Choose another name.")
     check_destination(target, overwrite=overwrite, folder=part_of(target))
 
 
@@ -553,7 +553,10 @@ def write_side_file(folder: str | Path, name: str, content: bytes) -> None:
 def _with_content(entry: FileEntry, path: Path, content: bytes) -> FileEntry:
     """The entry of a file after another content was written for it."""
     if path.suffix in (".json", ".safetensors") and not path.parent.name.endswith("-report"):
-        raise UsageError(f"{path} is needed to open the model.", cure="Change it in the model before compression.")
+        raise UsageError(
+            f"{path} is needed to open the compressed model, so it is not replaced.",
+            cure="Change it in the model before compression.",
+        )
     digest = digest_bytes(content)
     if entry.stored_digest == digest:
         return entry

@@ -129,7 +129,8 @@ class FileEntry(WeightTotals):
             return inflate_text(self.original or "", limit=min(self.nbytes + 1, most_inflated(self.original or "")))
         except ValueError as error:
             raise CorruptBlob(
-                f"{MANIFEST}: the kept content of {self.path} is damaged ({error}).", cure="Fetch the file again."
+                f"{MANIFEST}: the stored original content of {self.path} is damaged ({error}).",
+                cure="Fetch the file again.",
             ) from error
 
 

@@ -117,7 +117,7 @@ def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progr
     if manifest is not None and manifest.bytes_only:
         return Section(
             title, question=question, outcome="told",
-            conclusion="Nothing runs compressed: " + "; ".join(
+            conclusion="The outputs were not compared: " + "; ".join(
                 f"{'the model' if at == '.' else at} {reason}" for at, reason in manifest.bytes_only.items()
             ) + ", and must be decompressed before use.",
         )  # fmt: skip

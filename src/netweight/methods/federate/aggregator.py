@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class AggregatorSettings(Settings):
-    """An aggregator's own settings, and what it needs of a round."""
+    """Settings of an aggregator, and its requirements for a round."""
 
     compares_values: ClassVar[bool] = False
     """True if values of different clients are compared, so that all clients must be sent the same."""
     leaves_out_suspects: ClassVar[bool] = False
-    """True if updates that look odd are left out, while they are a minority."""
+    """True if suspicious updates are left out, as long as they are a minority."""
     bounds_to_median: ClassVar[bool] = False
-    """True if no update may act more than the median one."""
+    """True if an update cannot have more influence than the median update."""
     trusts_examples: ClassVar[bool] = False
     """True if updates are weighted by the number of examples that clients claim."""
 

@@ -37,7 +37,9 @@ def exposure_findings(exposures: Sequence[Exposure], *, seed: int) -> list[Findi
         if one.tokens:
             guess = mean_of(one.frequent)
             target = round(guess + MARGIN_TOKENS, 4) if one.is_own else None
-            findings.append(mean_finding(f"tokens read, {label}", one.tokens, "", seed, target=target, baseline=guess))
+            findings.append(
+                mean_finding(f"tokens recovered, {label}", one.tokens, "", seed, target=target, baseline=guess)
+            )
             continue
         if not one.psnr:
             reason = one.why_no_images or "no image was attacked"
@@ -70,7 +72,7 @@ def mean_finding(
 def exposure_table(exposures: Sequence[Exposure]) -> Table:
     """Return one row per threat model, with its verdict."""
     text = any(one.tokens for one in exposures)
-    measures = (Column("tokens read", "", "lower"), Column("frequent tokens")) if text else (
+    measures = (Column("tokens recovered", "", "lower"), Column("frequent tokens")) if text else (
         Column("PSNR", "dB", "lower"), Column("random image", "dB"), Column("average image", "dB"),
         Column("SSIM", "", "lower"),
     )  # fmt: skip
@@ -84,7 +86,7 @@ def exposure_table(exposures: Sequence[Exposure]) -> Table:
             (one.label, one.attack, *(mean_of(values) if values else None for values in measured), one.verdict[1])
         )
     notes = ("The server knows the model, the settings and the initial state, and no label.",)
-    return Table("What the server could have seen", columns, rows, notes)
+    return Table("Exposure to the server", columns, rows, notes)
 
 
 def exposure_figure(exposures: Sequence[Exposure]) -> Figure | None:
@@ -115,8 +117,8 @@ def exposure_section(exposures: Sequence[Exposure], *, seed: int) -> Section:
     """Return what an audit found."""
     figure, own = exposure_figure(exposures), next(one for one in exposures if one.is_own)
     return Section(
-        "What the server could have seen", exposure_findings(exposures, seed=seed), figures=[figure] if figure else [],
-        tables=[exposure_table(exposures)], question="What could the server have seen?",
+        "Exposure to the server", exposure_findings(exposures, seed=seed), figures=[figure] if figure else [],
+        tables=[exposure_table(exposures)], question="What could the server reconstruct?",
         conclusion=f"This run's schedule: {own.verdict[1]}", outcome=own.verdict[0],
         intro="One client's update is attacked as an honest but curious server would: it knows the model, the settings "
         "and what it sent, and no label. Findings about the schedule of this run have targets; shorter schedules are "

@@ -164,7 +164,9 @@ def _observed(
     model = LocalModel(task)
     results = method.train(task, model, [client], round=1, seed=seed)
     if not results:
-        raise Unsupported(f"Client {number} takes no part under {threat.label}: it protects itself.")
+        raise Unsupported(
+            f"Client {number} does not take part under {threat.label}, because it protects itself."
+        )
     trained = results[0]
     update = trained.update if threat.queries == 1 else _averaged(method, task, model, client, threat.queries, seed)
     weights = method.weights(run.task, client.message, private)

@@ -75,7 +75,8 @@ def dirichlet(
         if min(len(part) for part in parts) >= minimum:
             return [part.sort().values for part in parts]
     raise UsageError(
-        f"Of {_MOST_DRAWS} partitions with alpha {alpha} none gave all {clients} clients {minimum} samples.",
+        f"In each of {_MOST_DRAWS} random partitions with alpha {alpha}, at least one of the {clients} clients has "
+        f"fewer than {minimum} samples.",
         cure="Give a larger --alpha or fewer --clients, or in Python a smaller minimum.",
     )
 

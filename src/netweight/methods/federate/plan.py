@@ -48,7 +48,7 @@ class _Clients(Settings):
     clients: int = Field(default=20, ge=1, description="Number of clients.")
     partition: Literal["dominant-groups", "dirichlet", "by-writer"] = Field(
         default="dominant-groups",
-        description="How the examples are divided among the clients. dominant-groups: each client has a few "
+        description="Division of the examples among the clients. dominant-groups: each client has a few "
         "main classes; dirichlet: shares of classes are drawn; by-writer: one writer for each "
         "client.",
     )
@@ -64,8 +64,8 @@ class _Clients(Settings):
     )
     fit: Literal["crop", "stretch", "pad"] = Field(
         default="stretch",
-        description="How a picture of another shape is brought to --size. stretch: stretched; crop: cut in its middle; "
-        "pad: black bars are added.",
+        description="Conversion of pictures of another shape to --size: stretch distorts; crop cuts out the middle; "
+        "pad adds black bars.",
     )
     model: str | None = Field(
         default=None,

@@ -108,7 +108,7 @@ class HardenedMethod(MethodWrapper):
     def _agrees(self, task: Task, client: Client, round: int) -> bool:
         reasons = [*self._too_few_steps(task, client.number), *self._strange(task, client, round)]
         if reasons:
-            _LOG.warning("Round %d: client %d takes no part: %s.", round, client.number, "; ".join(reasons))
+            _LOG.warning("Round %d: client %d does not take part: %s.", round, client.number, "; ".join(reasons))
         return not reasons
 
     def _too_few_steps(self, task: Task, number: int) -> list[str]:

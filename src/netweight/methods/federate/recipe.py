@@ -111,7 +111,7 @@ def attack(target: Target, settings: ServerAttack, progress: Progress) -> Sectio
     broken = conclusions.get(lied, ("told", ""))[0] == "broken"
     figure = _grid(exposures)
     return Section(
-        "What the server sees", findings, figures=[figure] if figure else [], tables=[_table(exposures)],
+        "Exposure to the server", findings, figures=[figure] if figure else [], tables=[_table(exposures)],
         warnings=["A secure sum protects from an honest server only."] if broken else [],
         question="What can be reconstructed from what clients send, and which protections withstand the "
         "attack?", intro=_INTRO,

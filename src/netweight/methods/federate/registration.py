@@ -11,7 +11,7 @@ SERVER: Attack[Any] = Attack(
     "server",
     lazy(f"{_RECIPE}:ServerAttack"),
     attack=lazy(f"{_RECIPE}:attack"),
-    title="What the server sees",
+    title="Exposure to the server",
     summary="Reconstruct clients' images from what a federation's server sees.",
     description="MODEL is the folder of a finished federation. The attack reads gradients and images from what "
     "clients send, also through noise and secure sums, and with a server that deviates from the protocol.",

@@ -95,7 +95,9 @@ def odd_clients(rounds: Sequence[Round]) -> list[Table]:
             for client, why in whys.items():
                 said.setdefault((client, f"{kind}: {why.partition(' (')[0]}"), []).append(done.round)
     rows = [(str(client), why, len(rounds), str(rounds[0])) for (client, why), rounds in sorted(said.items())]
-    return [Table("Clients left out or suspicious", ("client", "what", "rounds", "first round"), rows)] if rows else []
+    return (
+        [Table("Clients left out or suspicious", ("client", "reason", "rounds", "first round"), rows)] if rows else []
+    )
 
 
 def add_sections(

@@ -54,22 +54,22 @@ class Budget(Settings):
 
     epsilon: float = Field(
         gt=0,
-        description="Largest ε over all answers, for one example added or removed, or for all data of the client "
-        "replaced, whichever the noise protects; an answer that would pass it is refused.",
+        description="Largest ε over all answers, for what the noise protects: one example (added or removed) or all "
+        "data of the client (replaced). An answer that would exceed it is refused.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="δ of the budget.")
 
 
 @final
 class Phase(Settings):
-    """A stretch of local training with a fresh optimizer."""
+    """A phase of local training with a new optimizer."""
 
     trains: Trains = Field(
         description="Half of the model that is trained; a body that is not trained is in evaluation mode."
     )
     epochs: int = Field(ge=1, description="Passes over the client's training examples.")
     lr: float = Field(gt=0, description="Learning rate of SGD.")
-    privacy: Privacy | None = Field(default=None, description="Makes the gradients differentially private.")
+    privacy: Privacy | None = Field(default=None, description="Settings of differentially private gradients.")
     head_lr: float | None = Field(
         default=None,
         gt=0,
@@ -89,10 +89,14 @@ class LocalTraining(Settings):
     Source: HyperFL (arXiv 2412.07187): 5 epochs at 0.02 after 1 of the head at 0.1, batches of 50.
     """
 
-    epochs: int = Field(default=5, ge=1, description="Passes over the examples that train what is shared.")
-    lr: float = Field(default=0.02, gt=0, description="Learning rate of these.")
-    head_epochs: int = Field(default=1, ge=0, description="Passes before them that train a private head alone.")
-    head_lr: float = Field(default=0.1, gt=0, description="Learning rate of these.")
+    epochs: int = Field(default=5, ge=1, description="Passes over the examples that train the shared weights.")
+    lr: float = Field(default=0.02, gt=0, description="Learning rate of the shared weights.")
+    head_epochs: int = Field(
+        default=1,
+        ge=0,
+        description="Passes over the examples that train a private head alone, before the shared weights.",
+    )
+    head_lr: float = Field(default=0.1, gt=0, description="Learning rate of the private head.")
     batch_size: int = Field(default=50, ge=1, description="Examples per step.")
     momentum: float = Field(default=0.5, ge=0, lt=1, description="Momentum of SGD, which begins anew in every phase.")
     weight_decay: float = Field(default=5e-4, ge=0, description="Weight decay of SGD.")
@@ -120,7 +124,9 @@ class Federation(Settings):
         default=1, ge=1, description="Fewest valid updates of a round; a round with fewer is repeated."
     )
     retries: Annotated[int, Cli(own=False)] = Field(
-        default=3, ge=0, description="How often a round is repeated before the federation stops, with its state saved."
+        default=3,
+        ge=0,
+        description="Number of times that a round is repeated before the federation stops, with its state saved.",
     )
     until_plateau: bool = Field(default=False, description="Stop once the accuracy no longer rises.")
     aggregator: Annotated[AggregatorSettings, AGGREGATORS] = Field(

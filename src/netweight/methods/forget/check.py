@@ -1,4 +1,4 @@
-"""The check of an edit right after it: how many prompts still bring their pictures back, in numbers and in words."""
+"""The check of an edit right after it: how many prompts still reproduce their pictures, in numbers and in words."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class EditCheck:
 
     @property
     def diverted(self) -> list[str]:
-        """The pairs whose prompt brings another memorized picture, and not its own."""
+        """The pairs whose prompt generates another memorized picture, and not its own."""
         return [name for name, count in self.any.items() if count and not self.after[name]]
 
     @property
@@ -50,15 +50,17 @@ class EditCheck:
         count = len(self.after)
         never = [name for name, copies in self.before.items() if not copies]
         if self.returning:
-            first = f"{len(self.returning)} of {count} pictures still come back: {'; '.join(self.returning)}."
+            first = f"{len(self.returning)} of {count} pictures are still reproduced: {'; '.join(self.returning)}."
         else:
-            first = f"0 of {count} pictures come back in {self.images} images of each prompt."
+            first = f"0 of {count} pictures are reproduced in {self.images} images of each prompt."
         more = ""
         if self.diverted:
-            more = f" {len(self.diverted)} prompts bring another memorized picture instead: {'; '.join(self.diverted)}."
+            more = (
+                f" {len(self.diverted)} prompts generate another memorized picture instead: {'; '.join(self.diverted)}."
+            )
         if never:
             more += (
-                f" {len(never)} of {count} did not come back before the edit either, so the check does not show "
+                f" {len(never)} of {count} were not reproduced before the edit either, so the check does not show "
                 "anything about them."
             )
         return first + more

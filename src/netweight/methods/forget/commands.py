@@ -162,7 +162,7 @@ def apply(settings: FolderForgetting, context: Context, pipeline: Path, destinat
         check = EditCheck.from_json(record.check)
         sections.append(check_section(check))
     elif record.prompts:
-        warnings.append("It was not checked whether pictures still come back.")
+        warnings.append("It was not checked whether pictures are still reproduced.")
     audit = shell_line(
         "netweight", "forget", "audit", destination, "--base", pipeline, "--targets", settings.targets or "targets.csv",
         "--ordinary", settings.ordinary or "ordinary.txt", *_pipeline_options(settings.pipeline), "--out", "audit",

@@ -236,7 +236,8 @@ def _changed_tensors(model: PipelineModel, record: EditRecord) -> dict[str, dict
         for name, there in names.items():
             if there is None or there not in places:
                 raise Unsupported(
-                    f"The weight {name} of the {part} is in none of the files of {model.files.folder} by this name.",
+                    f"The files of {model.files.folder} do not contain the weight {name} of the {part} under this "
+                    "name.",
                     cure="Save the pipeline once with a recent diffusers: pipeline.save_pretrained(NEW).",
                 )
             path, place = places[there]

@@ -42,7 +42,7 @@ _COLUMN: Any = Field(
 
 @final
 class FolderForgetting(_EditSettings):
-    """Memorized prompts made to forget in a pipeline folder."""
+    """Settings of an edit after which a pipeline folder no longer generates memorized images."""
 
     option_groups: ClassVar = {
         "Files": ("targets", "ordinary", "column", "anchors"),
@@ -69,8 +69,8 @@ class FolderForgetting(_EditSettings):
     column: str = _COLUMN
     anchors: FilePath | None = Field(
         None,
-        description="Replacement prompts, one for each memorized prompt, whose images it generates after the "
-        "edit. By default the ordinary prompts whose images are least correlated with the "
+        description="Replacement prompts, one for each memorized prompt. After the edit, a memorized prompt generates "
+        "the images of its replacement. By default, the ordinary prompts whose images are least correlated with the "
         "memorized ones. Not with neurons.",
     )
     undo: bool = Field(
@@ -89,14 +89,14 @@ class FolderForgetting(_EditSettings):
         "pictures.",
     )
     images: int = Field(8, ge=1, description="Images that this check and the audits generate for each prompt.")
-    guidance: float = Field(7.0, description="Guidance scale of these images.")
-    steps: int = Field(50, ge=1, description="Scheduler steps of these images.")
+    guidance: float = Field(7.0, description="Guidance scale of the images of the check and the audits.")
+    steps: int = Field(50, ge=1, description="Scheduler steps of the images of the check and the audits.")
     look_seeds: int = Field(
         10,
         ge=2,
         description="Initial noises per prompt that detection compares in audits. With neurons, neurons.seeds counts.",
     )
-    pipeline: PipelineSettings = Field(default=PipelineSettings(), description="How the pipeline is opened.")
+    pipeline: PipelineSettings = Field(default=PipelineSettings(), description="Settings for opening the pipeline.")
 
     def check(self) -> None:
         """Require what the edit needs, and refuse settings of another one."""
@@ -181,7 +181,7 @@ class FolderAudit(Settings):
     )
     searched: Annotated[bool, Cli(name="--search")] = Field(
         True,
-        description="Search for embeddings that bring memorized images back; without the search the report "
+        description="Search for embeddings that recover memorized images; without the search the report "
         "states in red that this audit was left out.",
     )
 

@@ -147,4 +147,4 @@ def undo(model: TextToImage, record: EditRecord) -> None:
     edited = put(record.rows)
     if model.digest() != record.before:
         put(edited)
-        raise CorruptBlob("The rows of the record are not those that were there before the edit.")
+        raise CorruptBlob("The rows of the record do not restore the model before the edit: its digest differs.")

@@ -162,7 +162,7 @@ def check_units(layers: Mapping[str, ValueLayer], units: Units) -> None:
         if int(indices[-1]) >= layers[name].width:
             raise UsageError(
                 f"{name!r} has {layers[name].width} neurons; there is no neuron {int(indices[-1])}.",
-                cure="Were the neurons found in another model?",
+                cure="Give neurons that were found in this model.",
             )
 
 
@@ -231,7 +231,7 @@ class Statistics:
         """Check that these are statistics of a model."""
         if self.model is not None and self.model != digest:
             raise UsageError(
-                f"The statistics are of another model: theirs is {self.model}, this one {digest}.",
+                f"The statistics were measured on another model: on {self.model}, not on {digest}.",
                 cure="Measure them on this model: netweight forget statistics.",
             )
         wrong = [name for name, layer in layers.items() if self.means.get(name, torch.empty(0)).numel() != layer.width]
@@ -290,7 +290,8 @@ class Statistics:
         widths = [layer.width for layer in layers.values()]
         if [value.numel() for value in means] != widths or [value.numel() for value in deviations] != widths:
             raise UsageError(
-                f"{path} is of layers of {[value.numel() for value in means]} neurons; the model's have {widths}.",
+                f"{path} is about layers of {[value.numel() for value in means]} neurons; the model's layers have "
+                f"{widths}.",
                 cure="Use statistics of this model and scope.",
             )
         return cls(dict(zip(layers, means, strict=True)), dict(zip(layers, deviations, strict=True)), prompts, None)

@@ -432,7 +432,7 @@ def _published(path: str | Path, row: Mapping[str, Any], number: int, layers: Ma
         except (ValueError, SyntaxError, TypeError) as error:
             raise UsageError(
                 f"{column} in row {number} of {path} are not lists of {len(layers)} layers: {error}.",
-                cure="Was the table made for another model or scope?",
+                cure="Give a table that was made for this model and scope.",
             ) from None
     initial, refined = lists
     likeness = [_number(row.get(column)) for column in ("Initial SSIM", "Refined SSIM")]

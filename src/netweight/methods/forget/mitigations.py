@@ -80,8 +80,8 @@ def random_units(like: Units, counts: dict[str, int], *, layer_matched: bool, se
         size = len(like) if group is None else len(like[group])
         if len(pool) < size:
             raise UsageError(
-                f"There are only {len(pool)} neurons of {group or 'all layers'} besides those of the set, and {size} "
-                "are to be drawn.",
+                f"Outside of the set, there are only {len(pool)} neurons of {group or 'all layers'}, and {size} are to "
+                "be drawn.",
                 cure="Compare with a smaller set.",
             )
         order = torch.randperm(len(pool), generator=torch_generator(seed, "units", group or ""))[:size]
@@ -255,7 +255,7 @@ class _PromptRows:
                 self.prompted = (value != empty).flatten(1).any(1)
                 self._bias = self._bias_of(value)
                 return
-        raise UsageError("The denoiser is given no text of the shape that prompts are embedded in.")
+        raise UsageError("The denoiser does not receive text of the shape in which prompts are embedded.")
 
     def _bias_of(self, states: Tensor) -> Tensor | None:
         if self._known is None or self._masks is None:

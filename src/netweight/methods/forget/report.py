@@ -292,7 +292,7 @@ _INTRO = (
     "with the prompt's training image, seed by seed since medians hide single copies, and with all other memorized "
     "images: an edit may only divert a prompt to another one's.\n\n"
     "Suppressed for this prompt means that no image of these seeds copies the training image. It does not mean that "
-    "the image is gone from the weights: the search tests whether other embeddings bring it back."
+    "the image is gone from the weights: the search tests whether other embeddings recover it."
 )
 _ATTACKED = "found by search"
 
@@ -309,14 +309,14 @@ def _detection_findings(subject: DetectionSubject) -> list[Finding]:
     if subject.after:
         later = sum(each.similarity > limit.value for each in subject.after) / len(subject.after)
         edited.append(Finding(
-            "memorized prompts found in the edited model", later, n=len(subject.after), better="lower", baseline=share,
-            detail=about,
+            "memorized prompts detected in the edited model", later, n=len(subject.after), better="lower",
+            baseline=share, detail=about,
         ))  # fmt: skip
         edited += _recognized(subject)
     return [
         Finding("AUC of noise differences", similar.auc, n=count, better="higher", baseline=norms.auc),
         Finding("AUC of Wen's norm", norms.auc, n=count, better="higher"),
-        Finding("memorized prompts found", share, n=len(subject.memorized), better="higher", detail=about),
+        Finding("memorized prompts detected", share, n=len(subject.memorized), better="higher", detail=about),
         Finding(
             "ordinary prompts classified as memorized", alarms, n=len(subject.ordinary), better="lower", detail=about
         ),
@@ -380,12 +380,12 @@ def check_section(check: EditCheck) -> Section:
     return Section(
         "Check of the edit", [
             Finding(
-                "pictures that still come back", len(check.returning), n=count, better="lower", target=0,
+                "pictures that are still reproduced", len(check.returning), n=count, better="lower", target=0,
                 baseline=copied, detail={"pictures": check.returning}, control=control,
             ),
             Finding(
-                "prompts that bring another memorized picture", len(check.diverted), n=count, better="lower", target=0,
-                detail={"pictures": check.diverted}, control=control,
+                "prompts that generate another memorized picture", len(check.diverted), n=count, better="lower",
+                target=0, detail={"pictures": check.diverted}, control=control,
             ),
         ],
         question="Do the memorized prompts still reproduce their training images?", conclusion=check.verdict,

@@ -40,7 +40,7 @@ _COLUMN: Any = Field(
     "prompt,caption,text",
     description="Column with the prompts; of several names, the first that a file has.",
 )
-_PIPELINE: Any = Field(default=PipelineSettings(), description="How the pipeline is opened.")
+_PIPELINE: Any = Field(default=PipelineSettings(), description="Settings for opening the pipeline.")
 
 
 def _numbered(seeds: Any) -> Any:
@@ -76,7 +76,9 @@ class LocalizationConfig(Settings):
     )
     scope: Scope = _SCOPE
     theta: Annotated[float, Cli(own=False)] = Field(
-        5.0, description="Deviations from its mean from which a neuron is out of distribution, at the first stage."
+        5.0,
+        description="Number of standard deviations from its mean at which a neuron counts as out of distribution in "
+        "the first stage.",
     )
     theta_step: Annotated[float, Cli(own=False)] = Field(0.25, gt=0, description="Decrease of theta at each stage.")
     theta_least: Annotated[float, Cli(own=False)] = Field(1.0, gt=0, description="Theta of the last stage.")
@@ -86,10 +88,10 @@ class LocalizationConfig(Settings):
     fidelity: Fidelity = _FIDELITY
     prompts: Annotated[int, Cli(own=False)] = Field(8, ge=1, description="Prompts searched at a time, in one batch.")
     initial: Annotated[float | None, Cli(own=False)] = Field(
-        None, ge=0, le=1, description="Similarity that stages must reach, in place of the threshold's."
+        None, ge=0, le=1, description="Largest similarity at which the stages end; by default the threshold."
     )
     refinement: Annotated[float | None, Cli(own=False)] = Field(
-        None, ge=0, le=1, description="Similarity that refinement must keep to, in place of that of the stages."
+        None, ge=0, le=1, description="Largest similarity that refinement allows; by default that of the stages."
     )
 
     def check(self) -> None:
@@ -133,7 +135,7 @@ class GenerationSettings(Settings):
 
 @final
 class FolderStatistics(Settings):
-    """Usual activity of the neurons of a pipeline folder."""
+    """Settings of the measurement of typical activations in a pipeline folder."""
 
     prompts: FilePath = Field(description="File of ordinary prompts, 1,000 or more.")
     column: str = _COLUMN
@@ -173,7 +175,7 @@ class FolderDetection(Settings):
 
 @final
 class FolderLocalization(Settings):
-    """The neurons that prompts are memorized in, in a pipeline folder."""
+    """Settings of the search for the neurons of memorized prompts in a pipeline folder."""
 
     prompts: FilePath = Field(description="File of memorized prompts.")
     statistics: FilePath = Field(

@@ -64,7 +64,7 @@ def _fit_findings(subject: Accuracy) -> list[Finding]:
     if subject.halves is not None:
         halves = subject.halves
         findings.append(
-            Finding("the same of adapters that a fit to half of them had not seen", halves.held_out, better="higher",
+            Finding("captured share of variance, adapters held out of the fit", halves.held_out, better="higher",
                     baseline=halves.fitted, detail={"components": halves.components}),
         )  # fmt: skip
     return findings

@@ -520,7 +520,8 @@ class _Baking:
             whole = self._replacement(plan, name).to(result)
             if tuple(whole.shape) != tuple(current.shape):
                 raise UsageError(
-                    f"{plan.path} contains {name} of shape {tuple(whole.shape)}, the model of {tuple(current.shape)}.",
+                    f"{plan.path} contains {name} of shape {tuple(whole.shape)}, but the model contains it in shape "
+                    f"{tuple(current.shape)}.",
                     cure="Name the model that it was trained on; if tokens were added, resize its embeddings first "
                     "(model.resize_token_embeddings, save_pretrained).",
                 )
@@ -534,7 +535,9 @@ class _Baking:
             vector = plan.vectors[name]
             change = take_rows(self._stores[vector.file].get(vector.tensor), vector.rows).to(result) * vector.scale
             if change.numel() != current.numel():
-                raise UsageError(f"{plan.path}: {name} has {change.numel()} entries, the model {current.numel()}.")
+                raise UsageError(
+                    f"{plan.path}: {name} has {change.numel()} entries, but {current.numel()} entries in the model."
+                )
             _add_rows(result, rows, change.reshape(current.shape), factor)
             return
         module = name
@@ -572,7 +575,8 @@ class _Baking:
 
 def _other_shape(plan: AdapterPlan, name: str, own: tuple[int, int], model: tuple[int, ...]) -> UsageError:
     return UsageError(
-        f"{plan.path}: the change of {name} is {own[0]} × {own[1]}, the model's weight {' × '.join(map(str, model))}.",
+        f"{plan.path}: the change of {name} is {own[0]} × {own[1]}, but the weight of the model is "
+        f"{' × '.join(map(str, model))}.",
         cure="Name the model that the adapter was trained on.",
     )
 

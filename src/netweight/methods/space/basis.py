@@ -95,7 +95,8 @@ class RowLayout:
         ranks = {name: int(first.ranks[name]) for name in first.modules}
         if lacking := [name for name, rank in ranks.items() if not rank]:
             raise UsageError(
-                f"The adapter {bank.names[0]!r} does not change {lacking[0]}, which others do.", cure=_ANY_RANKS
+                f"The adapter {bank.names[0]!r} does not change {lacking[0]}, which other adapters change.",
+                cure=_ANY_RANKS,
             )
         return cls(first.shapes, ranks, {name: float(first.scale[name]) for name in first.modules})
 
@@ -119,8 +120,8 @@ class RowLayout:
             if len(other):
                 number = int(other[0])
                 raise UsageError(
-                    f"The adapter {names[number]!r} has rank {int(stack.ranks[name][number])} in {name}, others "
-                    f"{self.ranks[name]}: as rows of numbers they cannot be compared.",
+                    f"The adapter {names[number]!r} has rank {int(stack.ranks[name][number])} in {name}, but others "
+                    f"have rank {self.ranks[name]}: as rows of numbers they cannot be compared.",
                     cure=_ANY_RANKS,
                 )
             down, up = stack.down[name][:, : self.ranks[name]], stack.up[name][:, :, : self.ranks[name]]

@@ -93,7 +93,8 @@ def direction(
     return Result(
         [
             f"{column} ({line.kind}): {labeled} of {len(opened.names)} models have a label.",
-            f"One standard deviation of the models is {line.deviation:.4g}, the farthest model is at {line.reach:.4g}.",
+            f"One standard deviation of the models is {line.deviation:.4g}, and the farthest model is at "
+            f"{line.reach:.4g}.",
         ],
         [Section("Direction", findings)],
         payload={"direction": str(out), "column": column, "kind": line.kind, "known": labeled,
@@ -279,7 +280,7 @@ def dedupe(settings: DuplicateSettings, context: Context, folder: Path) -> Resul
     what = "is a copy of another one" if len(pairs) == 1 else "are copies of another one"
     count = f"{quantities.many(len(pairs), 'adapter')} {what} (cosine of at least {settings.least:g})."
     return Result(
-        [count, PrintedTable(("adapter", "is nearly", "cosine", "ranks"), rows)], warnings=warnings,
+        [count, PrintedTable(("adapter", "copy of", "cosine", "ranks"), rows)], warnings=warnings,
         payload={"duplicates": [vars(each) for each in pairs], "unread": bad},
     )  # fmt: skip
 

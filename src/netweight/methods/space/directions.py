@@ -311,7 +311,7 @@ def _reference(scores: Tensor, labels: Labels, task: _LabelledScores) -> Directi
     missing = len(labels.names) - len(task.values)
     if missing:
         raise UsageError(
-            f"{missing} models lack a label, which the reference does not consider.",
+            f"{missing} models lack a label, and the reference does not support missing labels.",
             cure="Label them, or leave out fidelity='reference'.",
         )
     inverse = torch.linalg.pinv(scores.double())

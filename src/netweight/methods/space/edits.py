@@ -84,7 +84,7 @@ def edit(scores: Tensor, moves: Sequence[Move]) -> Tensor:
         if len(move.direction.vector) != scores.shape[-1]:
             raise UsageError(
                 f"The direction {move.direction.name!r} has {len(move.direction.vector)} components, "
-                f"the point {scores.shape[-1]}.",
+                f"but the point has {scores.shape[-1]}.",
                 cure="Find the direction in the point's own space.",
             )
         step = move.direction.step(move.strength, move.unit)
@@ -173,12 +173,15 @@ def edit_curve(
 
     target = target or direction.name
     if target not in names:
-        raise NameNotFound(f"{target!r} is not one of the attributes {list(names)}.", cure="Say `target`.")
+        raise NameNotFound(
+            f"{target!r} is not one of the attributes {list(names)}.", cure="Name one of them as `target`."
+        )
     places = [0.0, *strengths]
     sign = 1.0 if places[-1] > 0 else -1.0
     if len(places) < 2 or any(sign * b <= sign * a for a, b in itertools.pairwise(places)):
         raise UsageError(
-            f"The strengths {list(strengths)} do not grow from 0.", cure="Give strengths such as 0.25, 0.5, 1."
+            f"The strengths {list(strengths)} do not move away from 0 step by step.",
+            cure="Give strengths such as 0.25, 0.5, 1.",
         )
     scale = torch.tensor(ranges, dtype=torch.float64)
     before = measured(scores)

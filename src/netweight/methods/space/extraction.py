@@ -194,8 +194,9 @@ class _Extraction:
         missing = [name for name in before if name not in after and len(before[name][0].info.shape) >= 2]
         if lacking and missing:
             raise UsageError(
-                f"{self._after.path} has no {missing[0]} but {lacking[0]}, which {self._before.path} lacks; names "
-                f"differ for {max(len(lacking), len(missing))} of {len(matrices)} matrices.",
+                f"{self._before.path} contains {missing[0]}, and {self._after.path} contains {lacking[0]}; each is "
+                f"missing in the other. Names differ for {max(len(lacking), len(missing))} of {len(matrices)} "
+                "matrices.",
                 cure="Save both models with the same library, so that they have the same names.",
             )
         for name in only:

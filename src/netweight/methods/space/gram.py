@@ -144,12 +144,15 @@ def check_modules(shapes: Mapping[str, tuple[int, int]], expected: Mapping[str, 
         raise NameNotFound(f"{what} lacks {module!r}, which the space changes.", cure="Train it on the same modules.")
     for module in sorted(set(shapes) - set(expected)):
         near = nearest_names(module, list(expected), 1)[0]
-        raise NameNotFound(f"{what} changes {module!r}, which the space does not.", cure=f"The nearest is {near!r}.")
+        raise NameNotFound(
+            f"{what} changes {module!r}, which the space does not change.", cure=f"The nearest is {near!r}."
+        )
     for module, shape in shapes.items():
         if tuple(shape) != tuple(expected[module]):
             raise UsageError(
-                f"{what} changes {module} in shape {tuple(shape)}, the space in {tuple(expected[module])}.",
-                cure="It belongs to another base model.",
+                f"{what} changes {module} in shape {tuple(shape)}, but the space changes it in shape "
+                f"{tuple(expected[module])}.",
+                cure="Use adapters of the base model of the space.",
             )
 
 
@@ -284,5 +287,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return about, {name: store.get(name, check=True) for name in names}
     except CorruptBlob as error:
         raise CorruptBlob(
-            f"{error.reason} It is a part of a fit.", cure=f"Delete {path.parent} to start again from the beginning."
+            f"{error.reason} The file belongs to an interrupted fit.",
+            cure=f"Delete {path.parent} to start again from the beginning.",
         ) from error

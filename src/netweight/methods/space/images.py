@@ -51,7 +51,7 @@ class PointImages(Settings):
     guidance: float = Field(3.0, description="Scale of classifier-free guidance.")
     steps: int = Field(50, ge=1, description="Steps of the scheduler.")
     image: FilePath | None = Field(None, description="Image that is inverted.")
-    inversion_steps: int = Field(400, ge=1, description="Steps of that search.")
+    inversion_steps: int = Field(400, ge=1, description="Steps of the inversion.")
     device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
 
 
@@ -136,10 +136,10 @@ def _edited(world: _World, direction: Direction, ranges: Sequence[float], seed: 
 
 
 def _moves(moved: bool, *, column: str, effect: str, cost: str) -> Words:
-    numbers = f"{effect} of its range, others by {cost} of theirs"
+    numbers = f"this attribute by {effect} of its range, and the others by {cost} of theirs"
     if moved:
-        return "holds", f"An edit along {column} moves it by {numbers}."
-    return "partly", f"An edit along {column} does not move it most: by {numbers}."
+        return "holds", f"An edit along {column} changes {numbers}."
+    return "partly", f"An edit along {column} does not change this attribute more than others: {numbers}."
 
 
 _EDIT = Conclusion("space: edit", [Criterion("effect of the edit", "higher", strict=True)], _moves)
@@ -180,7 +180,7 @@ def _inverted(
 
 
 def _inversion(nearer: bool, *, apart: str, usual: str) -> Words:
-    numbers = f"off by {apart} of attributes' ranges, the mean model by {usual}"
+    numbers = f"the mean error of its attributes is {apart} of their ranges, and that of the mean model {usual}"
     if nearer:
         return "holds", f"The inverted image resembles its target more than the mean model does: {numbers}."
     return "partly", f"The inverted image does not resemble its target more than the mean model does: {numbers}."

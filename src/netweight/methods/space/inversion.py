@@ -281,7 +281,10 @@ def invert_targets(
     """Find the points of targets, remembering each in a folder's `NAME.jsonl` as soon as it is found."""
     names = [target.name for target in targets]
     if not targets or len(set(names)) < len(names):
-        raise UsageError(f"{len(names)} targets of {len(set(names))} names.", cure="Give at least one, each once.")
+        raise UsageError(
+            f"There are {len(names)} targets with {len(set(names))} different names.",
+            cure="Give at least one target, and each target a name of its own.",
+        )
     by_name = {target.name: target for target in targets}
     # All targets are checked before any work begins.
     for target in targets:

@@ -57,7 +57,9 @@ class LabelColumn:
         """True where the value is the larger of the two, shape `(n,)`, bool; False where unknown."""
         self.check()
         if self.kind != "binary":
-            raise UsageError(f"{self.name!r} has {len(self.levels)} values, not two.", cure="It is continuous.")
+            raise UsageError(
+                f"{self.name!r} has {len(self.levels)} values, not two.", cure="Use `values`: the label is continuous."
+            )
         return self.known & (self.values == self.levels[1])
 
     def check(self, least: int = 2) -> None:

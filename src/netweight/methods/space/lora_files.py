@@ -76,7 +76,8 @@ def checked_modules(adapter: Adapter, model: NamedModel) -> None:
         if name not in shapes:
             near = ", ".join(nearest_names(name, shapes))
             raise NameNotFound(
-                f"The model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
+                f"The model has no module {name!r}.",
+                cure=f"Name the model that the adapter was trained on; the nearest names are {near}.",
             )
         if shapes[name] != change.shape:
             raise _other_shape(name, change.shape, shapes[name])
@@ -97,7 +98,10 @@ def _stored_otherwise(name: str, modules: ModelModules) -> tuple[int, int] | Non
         return shape[0], shape[1]
     if shape is None or (expert and (parameter not in modules.packed or shape[0] != expert[2])):
         near = ", ".join(nearest_names(parameter, modules.parameters))
-        raise NameNotFound(f"The model has no {name}.", cure=f"It is of another model; the nearest names are {near}.")
+        raise NameNotFound(
+            f"The model has no {name}.",
+            cure=f"Name the model that the adapter was trained on; the nearest names are {near}.",
+        )
     if expert and modules.packed[parameter]:
         return shape[2], shape[1]
     return shape[-2], shape[-1]
@@ -105,6 +109,6 @@ def _stored_otherwise(name: str, modules: ModelModules) -> tuple[int, int] | Non
 
 def _other_shape(name: str, own: tuple[int, int], model: tuple[int, int]) -> UsageError:
     return UsageError(
-        f"The change of {name} is {own[0]} × {own[1]}, the model's module {model[0]} × {model[1]}.",
+        f"The change of {name} is {own[0]} × {own[1]}, but the module of the model is {model[0]} × {model[1]}.",
         cure="Name the model that the adapter was trained on (--model).",
     )

@@ -133,7 +133,7 @@ def _row(adapter: Adapter, sketch: Sketch) -> Tensor:
     shapes = sketch.shapes
     other = sorted(name for name, one in adapter.factors.items() if shapes.get(name) != one.shape)
     if other:
-        raise UsageError(f"The adapter changes {other[0]}, which the bank does not in this shape.",
+        raise UsageError(f"The adapter changes {other[0]}, which the bank does not change in this shape.",
                          cure="Name a bank of the same base model.")  # fmt: skip
     return sketch.rows(stacked(adapter, shapes))
 

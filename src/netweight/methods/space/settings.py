@@ -85,7 +85,7 @@ class FolderFit(FitSettings):
 
 
 class CorrectionSettings(Settings):
-    """Settings of the correction of an edit by what it changes in images."""
+    """Settings of the correction of an edit by the changes that it makes in images."""
 
     effect: Annotated[float, Cli(own=False)] = Field(
         default=0.6,
@@ -93,7 +93,7 @@ class CorrectionSettings(Settings):
     )
     rounds: int = Field(default=3, ge=1, description="Rounds of a correction after the first.")
     noises: Annotated[int, Cli(own=False)] = Field(
-        default=3, ge=1, description="Noises of the first round, and half of those of each other one."
+        default=3, ge=1, description="Number of noises in the first round; each further round uses twice as many."
     )
 
 
@@ -149,7 +149,7 @@ class DirectionSettings(CorrectionSettings):
         default=None, description="Function that measures the labeled attributes in images, as MODULE:FUNCTION."
     )
     prompts: Annotated[tuple[str, ...], Cli(name="--prompt")] = Field(
-        default=("",), description="Prompt of these images; may be given several times."
+        default=("",), description="Prompt of the measured images; may be given several times."
     )
     guidance: float = Field(default=1.0, description="Scale of classifier-free guidance.")
     steps: int = Field(default=10, ge=1, description="Steps of the scheduler; gradients go through all of them.")
@@ -189,7 +189,7 @@ class SampleSettings(Settings):
         default=None, gt=0, description="Factor of the deviations from the mean, for pairs and gaussian; by default 1."
     )
     neighbors: int = Field(
-        default=8, ge=1, description="Number of the most similar models that the second one of a pair is drawn from."
+        default=8, ge=1, description="Number of nearest models among which the second model of a pair is drawn."
     )
     bandwidth: float | None = Field(
         default=None,
@@ -244,9 +244,11 @@ class EditSettings(Settings):
     )
     point: str = Field(
         default="mean",
-        description="Where to start in a space: a model or mean; points of an earlier step are all moved.",
+        description="Starting point in a space: the name of a model, or mean. Points of an earlier step are all moved.",
     )
-    kind: FittedKind = Field(default="encoder", description="How directions are fitted.")
+    kind: FittedKind = Field(
+        default="encoder", description="Kind of the fitted directions, as for `netweight space direction --kind`."
+    )
     confounders: Annotated[tuple[str, ...], Cli(name="--confounder", metavar="COLUMN")] = Field(
         default=(), description="Column of an attribute that must not change; may be given several times."
     )
@@ -424,7 +426,7 @@ class FolderInversion(InversionSettings):
     )
     fit: Literal["crop", "stretch", "pad"] = Field(
         default="crop",
-        description="How images of another shape are brought to that size: crop cuts out the middle; stretch distorts; "
+        description="Conversion of images of another shape to that size: crop cuts out the middle; stretch distorts; "
         "pad adds black bars.",
     )
     settings: Literal["default", "reference", "reference out of distribution"] = Field(
@@ -574,10 +576,10 @@ class IngestSettings(Settings):
         default=None, description="Keep these modules only, as in unet.**.attn2.*."
     )
     base: str | None = Field(
-        default=None, description="The model on which all were trained, whatever their files state."
+        default=None, description="The model on which all adapters were trained, whatever their files state."
     )
     convert: Annotated[int | None, Cli(metavar="RANK")] = Field(
-        default=None, ge=1, description="Make LoRAs of LoHa, LoKr, DoRA and full differences, at most of this rank."
+        default=None, ge=1, description="Convert LoHa, LoKr, DoRA and full differences to LoRAs of at most this rank."
     )
     weights: Annotated[ModelPath | None, Cli(metavar="BASE")] = Field(
         default=None, description="Base model; the change of a DoRA depends on its weights."

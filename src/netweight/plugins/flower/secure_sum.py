@@ -86,7 +86,7 @@ def under_masks(
     configs = message.content.config_records.get(record)
     if (configs is not None) != masked:
         said, own = ("under masks", "in the clear") if configs is not None else ("in the clear", "under masks")
-        raise UsageError(f"The server wants updates {said}; this client sends them only {own}.")
+        raise UsageError(f"The server asks for updates {said}; this client sends them only {own}.")
     if protocol is None or configs is None:
         return train(message, context)
     key = protocol.Key

@@ -60,7 +60,8 @@ def to_record(tensors: Tensors) -> ArrayRecord:
     odd = sorted(name for name, value in tensors.items() if value.dtype == torch.bfloat16)
     if odd:
         raise Unsupported(
-            f"Flower's arrays contain no bfloat16, which the tensors {odd} are.", cure="Federate a model in float32."
+            f"Flower's arrays do not support bfloat16, the type of the tensors {odd}.",
+            cure="Federate a model in float32.",
         )
     return ArrayRecord({name: Array(value.detach().cpu().contiguous().numpy()) for name, value in tensors.items()})
 

@@ -92,7 +92,7 @@ class AdapterBank:
             if not file.is_file() or file.stat().st_size != shard.nbytes:
                 state = "is missing" if not file.is_file() else f"has {file.stat().st_size:,} bytes"
                 raise CorruptBlob(
-                    f"{file} {state}; {path / RECORD} says {shard.nbytes:,}.",
+                    f"{file} {state}; according to {path / RECORD} it has {shard.nbytes:,}.",
                     cure="Copy the bank again, or rebuild it.",
                 )
         return cls(path, record)
@@ -608,14 +608,14 @@ def _misfits(headers: Mapping[str, _AdapterHeader], expected: BankRecord) -> dic
     for name, one in headers.items():
         if one.base and expected.base and base_key(one.base) != base_key(expected.base):
             bad[name] = UsageError(
-                f"{one.path} was trained on {one.base}, the others on {expected.base}.",
+                f"{one.path} was trained on {one.base}, and the others on {expected.base}.",
                 cure="Put it into another bank, leave it out, or name the base of all adapters (--base).",
             )
         elif reason := _fits(one.kind, expected.modules, expected.kernels, bool(one.base and expected.base)):
             bad[name] = UsageError(f"{one.path} {reason}.", cure="Put it into another bank, or leave it out.")
         elif extra := sorted(dict(one.kind.shapes).keys() - expected.modules.keys()):
             bad[name] = UsageError(
-                f"{one.path} also changes {few(extra)}, which the bank does not.",
+                f"{one.path} also changes {few(extra)}, which the bank does not change.",
                 cure="Choose the bank's modules (--modules PATTERN), or make another bank of both.",
             )
     return bad

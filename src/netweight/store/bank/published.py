@@ -208,7 +208,7 @@ def _layout(path: Path, width: int, shapes: Mapping[str, Sequence[int]]) -> Publ
         places[name] = slice(start, start := start + math.prod(shape))
     if start != width:
         raise UsageError(
-            f"{path} has rows of {width:,} entries, the shapes take {start:,}.",
+            f"{path} has rows of {width:,} entries, but the shapes describe {start:,}.",
             cure="The matrix and the dimensions do not belong together: fetch both again.",
         )
     located: dict[str, dict[str, str]] = {}

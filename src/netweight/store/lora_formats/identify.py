@@ -159,7 +159,7 @@ def identify(
     for name in shapes:
         if re.fullmatch(r"lora_\w+", name) and not name.startswith((*_FLAT_ENCODERS, *_FLAT_DENOISERS)):
             raise Unsupported(
-                f"{where}: the name {name!r} belongs to no known component.",
+                f"{where}: the name {name!r} does not belong to a known component.",
                 cure=f"Known are names that begin with {', '.join((*_FLAT_DENOISERS, *_FLAT_ENCODERS))}.",
             )
     written = [_read(name, component) for name in shapes]
@@ -393,7 +393,7 @@ def _refuse_two(
             raise CorruptBlob(
                 f"{where} contains modules of two architectures: {alone} of {tables[best].title}, and {each.name} of "
                 f"{tables[key].title}.",
-                cure="Save the two as files of their own; nothing opens both at once.",
+                cure="Save the modules of each architecture in a file of its own.",
             )
 
 

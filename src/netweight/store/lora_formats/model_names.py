@@ -95,5 +95,6 @@ class ModelNames:
         """The error for a name that the model does not have."""
         near = ", ".join(nearest_names(name.replace("_", "."), self._names))
         return NameNotFound(
-            f"The model has no module {name!r}.", cure=f"It is of another model; the nearest names are {near}."
+            f"The model has no module {name!r}.",
+            cure=f"Name the model that the adapter was trained on; the nearest names are {near}.",
         )

@@ -259,7 +259,7 @@ def _shapes_turned(shapes: Mapping[Role, tuple[int, ...]], name: str, file: Path
     if re.search(r"(^|\.)(embed_tokens|wte|word_embeddings)$", name) or any(len(s) != 2 for s in shapes.values()
                                                                              if len(s) != 1):  # fmt: skip
         raise Unsupported(
-            f"{file}: {name} is an embedding or a set of experts, whose factors by mlx-lm are not read.",
+            f"{file}: {name} is an embedding or a set of experts, and factors of mlx-lm are not supported for these.",
             cure="Fuse the adapter into the model (mlx_lm.fuse), and extract a LoRA: netweight space extract BASE "
             "FUSED NEW.",
         )
@@ -322,7 +322,7 @@ def load_part(
         weight = weight.T
     if weight.flatten(1).shape != part.shape:
         raise UsageError(
-            f"{part.file}: {name} has shape {part.shape}, in the base {tuple(weight.shape)}.",
+            f"{part.file}: {name} has shape {part.shape}, but shape {tuple(weight.shape)} in the base model.",
             cure="Name the base model that it was trained on (--weights).",
         )
     of_rows = by_row(role, tuple(values.shape), sum(stop - start for start, stop in part.rows) or part.shape[0])
@@ -330,7 +330,7 @@ def load_part(
         of_rows = values.numel() == store.info(part.tensors["up"]).shape[0] if "up" in part.tensors else of_rows
         if not of_rows:
             raise Unsupported(
-                f"{part.file}: the magnitudes of {name} are of columns of a module that the authors fused.",
+                f"{part.file}: the magnitudes of {name} belong to columns of a module that the authors fused.",
                 cure="Save it with the names of diffusers, in which the module is split.",
             )
         values = take_rows(values.flatten(), part.rows)

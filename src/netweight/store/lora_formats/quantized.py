@@ -52,7 +52,7 @@ def refuse_codes(path: Path, store: Store) -> None:
         if scaled and info.dtype in _FP8 and len(info.shape) >= 2 and scale_of(name, names) is None:
             others = next(each for each in sorted(names) if each == "scaled_fp8" or each.endswith(_SCALES))
             raise CorruptBlob(
-                f"{path}: {name} contains fp8 codes without a scale, though {others} says that codes are scaled.",
+                f"{path}: {name} contains fp8 codes without a scale, although {others} states that codes are scaled.",
                 cure="Fetch the file again, or name the model in bf16.",
             )
 
@@ -94,7 +94,8 @@ def dequantized(store: Store, name: str, names: set[str]) -> Tensor:
         return values * _spread(factors, tuple(values.shape))
     except (RuntimeError, ValueError) as error:
         raise CorruptBlob(
-            f"{store.info(name).file}: {scale} has shape {tuple(factors.shape)}, {name} {tuple(values.shape)}.",
+            f"{store.info(name).file}: {scale} has shape {tuple(factors.shape)}, which does not fit {name} of shape "
+            f"{tuple(values.shape)}.",
             cure="Fetch the file again.",
         ) from error
 

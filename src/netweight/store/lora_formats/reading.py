@@ -121,7 +121,7 @@ def refuse_vectors(plan: AdapterPlan) -> None:
         raise Unsupported(
             f"{plan.path} changes {len(plan.vectors)} biases or other vectors, which have no low rank, such as "
             f"{first} (tensor {plan.vectors[first].tensor!r}).",
-            cure="Keep the file as it is: netweight space convert and merge carry them along.",
+            cure="Keep the file as it is: netweight space convert and netweight space merge keep these changes.",
         )
 
 
@@ -431,7 +431,8 @@ def _modules(file: Path, store: Store, located: Mapping[str, Mapping[Role, str]]
             shape = _shape_of_vectors(store, vectors)
         else:
             raise CorruptBlob(
-                f"{file}: {written} has no down (lora_A) factor and no up (lora_B) factor, but {roles['alpha']!r}.",
+                f"{file}: {written} has {roles['alpha']!r}, but neither a down (lora_A) factor nor an up (lora_B) "
+                "factor.",
                 cure="The file is incomplete: fetch it again.",
             )
         modules[written] = _ModuleTensors(roles, factors, vectors, structure, shape)

@@ -145,8 +145,8 @@ def write_adapter(
         unknown = [name for name in adapter.factors if component_of(name)[0] == AUTHORS]
         if layout == "kohya" and unknown:
             raise UsageError(
-                f"{component_of(unknown[0])[1]} is in no table of names, so its dots could not be found again in "
-                "kohya's flattened names.",
+                f"{component_of(unknown[0])[1]} is not in any table of names, so its dots could not be recovered "
+                "from kohya's flattened names.",
                 cure="Keep its name (--layout comfyui), or name the architecture (--model NAME).",
             )
         style = style or Style(layout == "kohya", layout == "kohya")
@@ -369,7 +369,7 @@ def _diffusers_content(
             )
         if not component:
             raise UsageError(
-                f"Module {module!r} belongs to no component of a pipeline.",
+                f"Module {module!r} does not belong to a component of a pipeline.",
                 cure=f"Names begin with {', '.join(COMPONENTS)}; or choose --layout peft.",
             )
         text = component.startswith("text_encoder")
@@ -556,8 +556,8 @@ def _fuse(match: Match, pieces: Mapping[int, tuple[str, LowRank]]) -> LowRank:
         count = present.get(index) or match.entry.missing_rows(index, min(columns), present)
         if count is None:
             raise UsageError(
-                f"{match.authors} is one module of {len(match.entry.diffusers)}, of which the adapter lacks "
-                f"{match.entry.diffusers[index]}; how many rows that has is not known.",
+                f"{match.authors} joins {len(match.entry.diffusers)} modules. The adapter lacks one of them, "
+                f"{match.entry.diffusers[index]}, whose number of rows is not known.",
                 cure="Choose --layout diffusers, which keeps them apart.",
             )
         rows.append(count)

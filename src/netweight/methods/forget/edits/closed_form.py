@@ -49,7 +49,9 @@ class ClosedForm(Edit):
         description="Number of images of each memorized prompt that each attempt compares with those from "
         "before the edit.",
     )
-    generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
+    generation_steps: Annotated[int, Cli(own=False)] = Field(
+        20, ge=2, description="Scheduler steps of the compared images."
+    )
 
     def stages(self, sizes: EditSizes) -> list[Stage]:
         """Return the search for anchors, and the images of every try: one at least, and `rounds` at most."""

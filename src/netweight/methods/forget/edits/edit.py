@@ -88,7 +88,7 @@ class Edit(Settings):
     card: ClassVar[str]
     """Description of its effect on a model, for the model's card."""
     anchored: ClassVar[bool] = True
-    """True if it gives memorized prompts the answers of anchors."""
+    """True if the edit gives memorized prompts the predictions for anchors."""
 
     @property
     def needs_prompts(self) -> bool:

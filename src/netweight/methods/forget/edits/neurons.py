@@ -49,7 +49,7 @@ class Neurons(Edit):
         10, ge=2, description="Number of initial noises that detection compares for each prompt (seeds 0, 1 and so on)."
     )
     steps: Annotated[int, Cli(own=False)] = Field(
-        50, ge=2, description="Steps of the schedule of which detection predicts the first."
+        50, ge=2, description="Number of steps of the schedule; detection predicts the noise at the first one."
     )
     timing: Annotated[Timing, Cli(own=False)] = Field(
         "paper",

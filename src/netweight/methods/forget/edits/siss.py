@@ -51,7 +51,8 @@ class Siss(TrainedEdit):
         0.7,
         gt=0,
         lt=1,
-        description="Share of these that learn the predictions for the anchors; the others unlearn the pictures.",
+        description="Share of the memorized latents that learn the predictions for the anchors; the others unlearn the "
+        "pictures.",
     )
     noisiest: Annotated[float, Cli(own=False)] = Field(
         0.8,

@@ -51,8 +51,10 @@ class TrainedEdit(Edit):
     images: Annotated[int, Cli(own=False)] = Field(
         4, ge=1, description="Images that the original model generates for each ordinary prompt as training data."
     )
-    guidance: Annotated[float, Cli(own=False)] = Field(3.0, description="Guidance scale of these images.")
-    generation_steps: Annotated[int, Cli(own=False)] = Field(20, ge=2, description="Scheduler steps of these images.")
+    guidance: Annotated[float, Cli(own=False)] = Field(3.0, description="Guidance scale of the images for training.")
+    generation_steps: Annotated[int, Cli(own=False)] = Field(
+        20, ge=2, description="Scheduler steps of the images for training."
+    )
     layers: LayerPattern = Field(
         None, description='Pattern of the names of modules that are trained; "all" trains all.'
     )
@@ -74,14 +76,14 @@ class TrainedEdit(Edit):
         return float(getattr(self, "noise", 0.0))
 
     def stages(self, sizes: EditSizes) -> list[Stage]:
-        """Return the images to learn from, the pictures, and the training."""
+        """Return the training images, the pictures, and the training."""
         how: Any = {"guidance": self.guidance, "steps": self.generation_steps}
         stages = []
         if self.anchored and not sizes.anchors:
             count = sizes.memorized + min(24, sizes.ordinary)
             stages.append(Stage.images("search for anchors", count, guidance=3.0, steps=20))
         taught = self.images * (sizes.ordinary + (sizes.memorized if self.turned_copies else 0))
-        made = Stage.images("images to learn from", taught, **how)
+        made = Stage.images("training images", taught, **how)
         stages.append(replace(made, encoded=taught, prompts=sizes.ordinary + sizes.memorized))
         if self.pictured:
             own = 0 if sizes.pictures else self.images * sizes.memorized

@@ -316,7 +316,7 @@ class EditTraining:
         text = self.text[stream].rows(self._repeated(prompts))
         seeds = [derive(self.edit.seed, stream, place) for place in range(len(text))]
         at_once, latents_of_all = self.at_once, []
-        with progress.task(f"images to learn from ({stream or 'none'})", len(text), unit="images") as task:
+        with progress.task(f"training images ({stream or 'none'})", len(text), unit="images") as task:
             for part in _slices(len(text), at_once):
                 file = None if self.folder is None else self.folder / f"{stream}-{part.start}-{part.stop}.safetensors"
                 if file is None or not file.exists():

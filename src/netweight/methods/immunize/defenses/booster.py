@@ -30,9 +30,9 @@ else:
 
 
 class Booster(DefenseSettings, recommended={"lr": 5e-4}):
-    """Train harmless answers while a step of an attack is to gain little.
+    """Train on harmless answers so that one step of an attack gains little.
 
-    Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, by first-order gradients as there.
+    Source: Huang et al., Booster (arXiv 2409.01586), algorithm 1, with first-order gradients as in the paper.
     """
 
     strength: float = Field(5.0, ge=0, description="Weight of the gain of one attack step.")

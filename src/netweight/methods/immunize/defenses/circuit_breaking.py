@@ -34,10 +34,11 @@ else:
 
 
 class CircuitBreaking(DefenseSettings, recommended={"lr": 1e-4}):
-    """Turn the states of harmful answers away from where the original has them, and hold all others in place.
+    """Turn the states of harmful answers away from the original's, and keep all other states in place.
 
-    Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1: alpha 10, which moves from the one term to the
-    other until both have half; here each has its mean over that time. The tenth and twentieth block of 32.
+    Source: Zou et al., circuit breakers (arXiv 2406.04313), algorithm 1, at the tenth and twentieth block of 32. In the
+    paper, a weight of 10 shifts from one term to the other until each has half of it; here each term has the mean of
+    its weights over that time.
     """
 
     rerouting: float = Field(7.5, ge=0, description="Weight of the similarity of harmful states to the original's.")

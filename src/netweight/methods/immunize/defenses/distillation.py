@@ -34,7 +34,7 @@ else:
 
 
 class Distillation(DefenseSettings, recommended={"lr": 1e-4}):
-    """Replace a share of every matrix by noise, then learn from the original what it says on all but harmful answers.
+    """Replace a share of every matrix by noise, then relearn the original's predictions except on harmful answers.
 
     Source: UNDO (Lee et al., arXiv 2506.06278), with the refusing model as its own teacher.
     """

@@ -26,7 +26,7 @@ else:
 
 
 class RandomWeights(DefenseSettings):
-    """New random weights: a control without any ability to bring back. Source: RepNoise (arXiv 2405.14577)."""
+    """New random weights: a control without any ability to recover. Source: RepNoise (arXiv 2405.14577)."""
 
     std: float = Field(0.02, ge=0, description="Standard deviation of matrices; norms become 1, biases 0.")
 

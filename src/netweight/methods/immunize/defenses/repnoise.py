@@ -37,7 +37,7 @@ else:
 
 
 class RepNoise(DefenseSettings):
-    """Keep harmless answers, unlearn harmful ones at every layer, turn their representations to noise.
+    """Keep harmless answers, unlearn harmful ones at every layer, and turn their representations to noise.
 
     Source: RepNoise (arXiv 2405.14577), algorithm 1; appendix B: alpha 1 and beta 0.001, as in the authors' code.
     Equation 5 of the paper exchanges the two names.
@@ -65,7 +65,7 @@ class RepNoise(DefenseSettings):
     norms: float | None = Field(
         None, gt=0,
         description="Bound on the norms of states on harmful rows, as a multiple of those of random tokens before the "
-        "defense: what is above is lowered. Null for none.",
+        "defense: larger norms are lowered. Null for no bound.",
     )  # fmt: skip
     chunk: int = Field(512, ge=1, description="Number of tokens whose logits are in memory at a time.")
 

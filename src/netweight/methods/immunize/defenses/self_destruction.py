@@ -33,10 +33,10 @@ else:
 
 
 class SelfDestruction(DefenseSettings):
-    """Let the gradients of harmful answers and of what is kept oppose each other: learning the one undoes the other.
+    """Make the gradients of harmful and of retained answers oppose each other: learning one undoes the other.
 
-    Source: Wang et al., SEAM (arXiv 2505.12186), whose gradient takes no second derivatives: 1e-2 and 1e-3. The ascent
-    is RepNoise's.
+    Source: Wang et al., SEAM (arXiv 2505.12186), with its weight of 1e-2 and its distance of 1e-3; the gradient does
+    not need second derivatives. The ascent on harmful answers is that of RepNoise.
     """
 
     coupling: float = Field(1e-2, ge=0, description="Weight of the cosine of the two gradients.")

@@ -31,10 +31,11 @@ else:
 
 
 class TAR(DefenseSettings):
-    """Raise how uncertain a model is of harmful answers while it is being attacked.
+    """Raise the uncertainty of a model about harmful answers while it is being attacked.
 
-    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, by first-order gradients and entropy as there; looks
-    weigh more by a factor of e every 16 steps. The safeguard that it begins with is the model's own.
+    Source: Tamirisa et al., TAR (arXiv 2408.00761), algorithm 1, with first-order gradients and entropy as in the
+    paper. The weight of a measurement grows by a factor of e every 16 steps of the attack. The model's own safeguard
+    takes the place of the paper's initial one.
     """
 
     attack_steps: int = Field(64, ge=1, description="Steps of the attack within a step.")

@@ -32,10 +32,10 @@ else:
 
 
 class Vaccine(DefenseSettings):
-    """Training on harmless answers that stays good under perturbed representations.
+    """Train on harmless answers so that the model keeps them under perturbed representations.
 
-    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1; Liu et al., T-Vaccine (arXiv 2410.09760): a share of
-    1/4, of norm 3.
+    Source: Huang et al., Vaccine (arXiv 2402.01109), algorithm 1; Liu et al., T-Vaccine (arXiv 2410.09760), which
+    perturbs a quarter of the blocks by a norm of 3.
     """
 
     rho: float = Field(1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch.")
