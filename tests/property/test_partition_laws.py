@@ -157,7 +157,7 @@ def test_matching_tests_take_no_more_than_there_is():
         (lambda y: dominant_groups(y.float(), clients=1, per_client=1, groups=[(0,)], seed=0), "float32"),
         (lambda y: dirichlet(y, clients=2, alpha=0.0, seed=0), "alpha"),
         (lambda y: dirichlet(y, clients=2, alpha=float("nan"), seed=0), "alpha"),
-        (lambda y: dirichlet(y, clients=11, alpha=1.0, seed=0), "11 clients of at least 10"),
+        (lambda y: dirichlet(y, clients=11, alpha=1.0, seed=0), "11 clients with at least 10"),
         (lambda y: dirichlet(y, clients=50, alpha=0.01, seed=0, minimum=2), "1000 partitions"),
         (lambda y: by_writer(y, writers_per_client=3), "3 of 2 writers"),
         (lambda y: matching_test(y, [torch.arange(0)], y, per_client=3, seed=0), "train sample"),

@@ -55,7 +55,7 @@ def test_by_writer_gives_a_client_train_and_test_images_of_its_writers():
     assert [sorted(set((numbers(images, c.test[0]) % 4 * 2).tolist())) for c in clients] == [[0], [2], [4], [6]]
     pairs = federated_images(images, clients=3, partition="by-writer", writers_per_client=2)
     assert [sorted(set((numbers(images, c.train[0]) % 8).tolist())) for c in pairs] == [[0, 1], [2, 3], [4, 5]]
-    with pytest.raises(UsageError, match="4 clients of 1 writers that have train and test images, not 5"):
+    with pytest.raises(UsageError, match="for 4 clients of 1 writers each, not for 5"):
         federated_images(images, clients=5, partition="by-writer")
 
 

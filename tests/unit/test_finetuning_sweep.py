@@ -56,7 +56,9 @@ def test_domains_that_a_subject_lacks_are_left_out_for_it(tmp_path):
     found = here([BASE], settings, GOAL, folder=tmp_path)
     assert [run.result.settings.domain for run in found.runs] == ["harmful", "new"]
     assert len(found.of("undefended", domain="new")) == 1
-    with pytest.raises(UsageError, match=r"'undefended' does not have the data on which the attacks train: other.*harmful, new"):
+    with pytest.raises(
+        UsageError, match=r"'undefended' does not have the data on which the attacks train: other.*harmful, new"
+    ):
         here([BASE], grid(domain="other"), GOAL, folder=tmp_path)
     other = [settings[0].replace(template="question"), settings[0].replace(rows="copied")]  # no such format, no mark
     assert here([BASE], [*other, *settings[:1]], GOAL, folder=tmp_path).runs == found.runs[:1]

@@ -287,7 +287,7 @@ def test_tokenizers_that_lack_something(tokenizer):
         ("a.jsonl", "[1]\n", r"is not a list of JSON objects"),
         ("a.jsonl", "\n", r"contains no rows"),
         ("a.json", '{"prompt": "a"}', r"is not a list of JSON objects"),
-        ("a.csv", "prompt,chosen,rejected\na,b\n", r"line 2, has not as many fields"),
+        ("a.csv", "prompt,chosen,rejected\na,b\n", r"line 2, does not have as many fields"),
         ("a.csv", 'prompt,chosen\n"a"b,c\n', r"is not well-formed"),
         ("a.jsonl.gz", "no gzip", r"cannot be unpacked"),
         ("a.parquet", "no parquet", r"cannot be read"),

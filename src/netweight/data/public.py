@@ -218,7 +218,8 @@ def wmt14_german_english() -> list[SourceAndTarget]:
     )
     if len(sources) != len(targets):
         raise UsageError(
-            f"wmt14-de-en.src has {len(sources)} lines and wmt14-de-en.ref {len(targets)}.", cure="Print both again."
+            f"wmt14-de-en.src has {len(sources)} lines, and wmt14-de-en.ref has {len(targets)}.",
+            cure="Write both files again.",
         )
     pairs = zip(sources, targets, strict=True)
     return [SourceAndTarget(f"translate German to English: {source}", target) for source, target in pairs]

@@ -385,7 +385,7 @@ def _delimited(file: Path, delimiter: str) -> Iterator[DataRow]:
             where = f"line {skipped + reader.line_num}"
             if None in values or None in values.values():
                 raise UsageError(
-                    f"{file}, {where}, has not as many fields as the header.",
+                    f"{file}, {where}, does not have as many fields as the header.",
                     cure="Quote fields that contain a delimiter.",
                 )
             if any(_QUOTES_AFTER_SPACE.fullmatch(value) for value in values.values()):

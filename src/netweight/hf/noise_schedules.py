@@ -167,7 +167,8 @@ def noise_schedule(scheduler: Any, *, flow: bool) -> NoiseSchedule:
     if flow:
         if name not in _FLOWS:
             raise Unsupported(
-                f"The scheduler is a {name}; the denoiser is one of flow matching.", cure=f"Use {' or '.join(_FLOWS)}."
+                f"The scheduler is a {name}, but the denoiser was trained with flow matching.",
+                cure=f"Use {' or '.join(_FLOWS)}.",
             )
         if scheduler.config.get("stochastic_sampling") or scheduler.config.get("invert_sigmas"):
             raise Unsupported(

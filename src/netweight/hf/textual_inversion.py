@@ -185,5 +185,5 @@ def _state(path: Path) -> Mapping[str, Any]:
     if isinstance(state, Tensor):
         state = {"*": state}
     if not isinstance(state, Mapping):
-        raise Unsupported(f"{path} contains a {type(state).__name__}, and no tensors by name.")
+        raise Unsupported(f"{path} contains a {type(state).__name__} instead of tensors by name.")
     return state

@@ -257,7 +257,7 @@ def planned(subject: LabelSubject, given: Mapping[str, str], minutes: float | No
     if not chosen:
         options = " or ".join(" and ".join(f"--{each}" for each in audit.needs) for audit in possible)
         raise UsageError(
-            f"--minutes is the time for audits, and there is none for {subject.path} ({title_of(subject)})"
+            f"--minutes is the time for audits, and there is no audit for {subject.path} ({title_of(subject)})"
             f"{' without rows' if options else ''}.",
             cure=f"Give {options}." if options else "Leave out --minutes.",
         )

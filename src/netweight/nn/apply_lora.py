@@ -180,7 +180,10 @@ def _shape(name: str, layer: nn.Module) -> tuple[int, int]:
     if _transposed(layer):
         rows, columns = layer.nf, layer.nx
     if rows is None or columns is None:
-        raise Unsupported(f"{name!r} is a {type(layer).__name__}.", cure="Only linear layers take low-rank changes.")
+        raise Unsupported(
+            f"{name!r} is a {type(layer).__name__}, and only linear layers take low-rank changes.",
+            cure="Choose a linear layer.",
+        )
     return int(rows), int(columns)
 
 

@@ -72,7 +72,11 @@ class AttackSettings(Settings):
         lt=1,
         description="Decay of a running mean of the weights, which is evaluated; 0 evaluates the weights.",
     )
-    samples: int = Field(1000, ge=1, description="Examples that the attacker has, drawn from the domain's by the seed.")
+    samples: int = Field(
+        1000,
+        ge=1,
+        description="Number of examples that the attacker has; the seed draws them from the domain's examples.",
+    )
     epochs: int = Field(1, ge=1, description="Passes over the examples, each in a new order.")
     max_steps: int | None = Field(None, ge=1, description="Largest number of steps, including benign ones.")
     batch_size: int = Field(4, ge=1, description="Examples per step.")
@@ -87,7 +91,7 @@ class AttackSettings(Settings):
     )
     domain: str = Field("harmful", description="Name of the subject's data on which the attack trains.")
     template: str = Field("plain", description="Name of the prompt format, for subjects that offer several.")
-    benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones; they count.")
+    benign_first: int = Field(0, ge=0, description="Steps on benign examples before the harmful ones.")
     benign_share: float = Field(
         0.0, ge=0, le=1,
         description="Share of benign examples in each later batch, as from an attacker who keeps the model's "

@@ -178,7 +178,7 @@ class HypernetworkChange:
             new = self.after.get(name)
             if new is None or new.shape != old.shape:
                 raise UsageError(
-                    f"{name!r} is missing after the training, or has another shape than {tuple(old.shape)}, as before."
+                    f"{name!r} is missing after the training, or no longer has the shape {tuple(old.shape)}."
                 )
             slope = old.to(torch.float64, copy=True).sub_(new).div_(lr).sub_(old, alpha=weight_decay)
             if not slope.sum().isfinite():
@@ -275,7 +275,7 @@ def threshold_trunk(state: Tensors, *, seed: int) -> dict[str, Tensor]:
     # The thresholds are quantiles of the standard normal distribution, from which embeddings are drawn. The heads stay
     # honest, so no check of generated weights sees anything.
     if any(name.endswith("trunk.1.weight") for name in state):
-        raise UsageError("Thresholds are written into trunks of one layer; this one has more.")
+        raise UsageError("Thresholds can be written only into a trunk of one layer, and this trunk has more layers.")
     malicious = {name: tensor.detach().clone() for name, tensor in state.items()}
     for name, tensor in malicious.items():
         if name.endswith("trunk.0.weight"):
@@ -315,7 +315,8 @@ def label_of_one(gradient: Tensor) -> int:
     labels = (towards < 0).nonzero().flatten().tolist()
     if len(labels) != 1:
         raise UsageError(
-            f"{len(labels)} classes have the sign of a label; the gradient of one image has exactly one.",
+            f"{len(labels)} classes have the sign of a label, but in the gradient of one image exactly one class has "
+            "it.",
             cure="Use label_counts for a batch. A difference of parameters points against the gradient: negate it. "
             "In a command, give --sent difference and --lr, or --labels.",
         )

@@ -91,7 +91,7 @@ def invert_generated(
     """
     config = config or PeelingConfig()
     if len(shape) != 4 or shape[0] != 1:
-        raise UsageError(f"One image of shape (1, c, h, w) can be peeled, not {shape}.")
+        raise UsageError(f"Peeling needs one image of shape (1, c, h, w), not {shape}.")
     if len(read_chain(body).blocks) > _PEELED:
         return _matched(recovered, body, shape, bounds, config, seed, progress)
     problem = _Problem.of(recovered, body, shape, bounds)
@@ -194,7 +194,7 @@ class _Problem:
             weight, bias = weights[f"{block.name}.weight"], weights[f"{block.name}.bias"]
             if weight.shape[1] != size[0]:
                 raise UsageError(
-                    f"{block.name!r} takes {weight.shape[1]} channels; the shape given leads to {size[0]}."
+                    f"{block.name!r} takes {weight.shape[1]} channels; the given shape results in {size[0]}."
                 )
             peels.append(Peel(block, weight, bias, slopes[f"{block.name}.weight"], size))
             size = peels[-1].out

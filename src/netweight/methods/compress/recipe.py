@@ -76,7 +76,7 @@ def size(subject: AuditSubject, config: CompressSettings, *, seed: int, progress
             weights.setdefault(each.info.dtype, []).append(each)
     bits = {dtype: merge(each.bits for each in of if each.bits is not None) for dtype, of in weights.items()}
     columns = ("dtype", "tensors", "weights", Column("plain", "bits"), Column("compressed", "bits", "lower"),
-               Column("exponent coded ideally", "bits"))  # fmt: skip
+               Column("with an ideal exponent code", "bits"))  # fmt: skip
     rows = [
         (dtype, len(of), bits[dtype].count, float(bits[dtype].layout.bits),
          8 * sum(each.info.stored_nbytes for each in of) / bits[dtype].count, bits[dtype].exponent_only_bits)
@@ -135,9 +135,7 @@ def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progr
     target = 0 if config.mantissa_bits == 7 else None
     findings = [
         Finding(name, different, n=before.numel(), better="lower", target=target, seeds=(seed,)),
-        Finding(
-            "memory of the weights, compressed in memory", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6
-        ),
+        Finding("memory of the compressed weights", held / 1e6, unit="MB", better="lower", baseline=dense / 1e6),
     ]
     outcome, words = _SAME(findings) if target is not None else ("told", "")
     return Section(

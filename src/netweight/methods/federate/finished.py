@@ -144,7 +144,7 @@ def with_private(run: TrainedFederation, client: int, file: Path | None) -> Trai
     if owner != client or {n: v.shape for n, v in tensors.items()} != {n: v.shape for n, v in start.items()}:
         whose = "not tensors that a client keeps" if owner is None else f"what client {owner} keeps"
         raise UsageError(
-            f"{file} contains {whose}: {_few(tensors)}. Needed is what client {client} keeps: {_few(start)}.",
+            f"{file} contains {whose}: {_few(tensors)}. The export needs what client {client} keeps: {_few(start)}.",
             cure="Give the file that export_private wrote for --client.",
         )
     return replace(run, private={**run.private, client: tensors})

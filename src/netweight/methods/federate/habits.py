@@ -177,8 +177,8 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
                 n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)
             ]
             raise Unsupported(
-                f"The network keeps {_named(changed[0]) if changed else 'something'!r} from batch to batch, which is "
-                "not a registered buffer of a trained layer, so that all clients of this process would share it.",
+                f"The network keeps {_named(changed[0]) if changed else 'something'!r} from batch to batch. This is "
+                "not a registered buffer of a trained layer, so all clients of this process would share it.",
                 cure="Register it as a buffer with its initial value (`register_buffer`), or leave it out.",
             )
     return Habits(random, _needs_two(body, head, inputs), from_data)

@@ -70,7 +70,7 @@ def observe(
     # A client's private head is not trained on these examples before: it is as the client has it from earlier rounds.
     # Under secure aggregation the clients are summed in groups of the threat model's size, in the order given.
     if len(clients) < threat.summed_over:
-        raise UsageError(f"{len(clients)} clients cannot be summed as {threat.summed_over}.")
+        raise UsageError(f"A sum over {threat.summed_over} clients cannot be formed from {len(clients)} clients.")
     method = shortened(run.method, threat)
     state = method.start(run.task, seed=run.seed) if threat.first_round else run.state
     trap = _imprint(run, threat, state, seed) if threat.server == "imprint" else None
@@ -164,9 +164,7 @@ def _observed(
     model = LocalModel(task)
     results = method.train(task, model, [client], round=1, seed=seed)
     if not results:
-        raise Unsupported(
-            f"Client {number} does not take part under {threat.label}, because it protects itself."
-        )
+        raise Unsupported(f"Client {number} does not take part under {threat.label}, because it protects itself.")
     trained = results[0]
     update = trained.update if threat.queries == 1 else _averaged(method, task, model, client, threat.queries, seed)
     weights = method.weights(run.task, client.message, private)

@@ -42,7 +42,8 @@ def dominant_groups(
     _check_groups(groups, len(order))
     if clients < 1 or per_client < 1 or not 0 <= uniform <= 1 or start < 0:
         raise UsageError(
-            f"There cannot be {clients} clients of {per_client} samples, {uniform} of them uniform, from {start} on.",
+            f"Samples cannot be divided with clients={clients}, per_client={per_client}, uniform={uniform} and "
+            f"start={start}.",
             cure="Use counts of at least 1, a uniform share in [0, 1], and a start of at least 0.",
         )
     even = int(per_client * uniform)
@@ -64,7 +65,8 @@ def dirichlet(
     """
     if clients < 1 or not alpha > 0 or minimum < 0 or clients * minimum > len(labels):
         raise UsageError(
-            f"{len(labels)} samples cannot go to {clients} clients of at least {minimum}, with alpha {alpha}.",
+            f"{len(labels)} samples cannot be divided among {clients} clients with at least {minimum} samples each and "
+            f"alpha {alpha}.",
             cure="Give fewer --clients, or in Python a smaller minimum; --alpha is greater than 0.",
         )
     order = _class_order(labels, seed, classes)
@@ -104,7 +106,7 @@ def matching_test(
     order = _class_order(test_labels, seed, classes or int(labels.max()) + 1)
     if per_client < 1 or not all(len(part) for part in parts):
         raise UsageError(
-            f"No {per_client} test samples can match the train samples.",
+            f"{per_client} test samples cannot be drawn to match the training samples of every client.",
             cure="Give every client a training sample, and use per_client of at least 1.",
         )
     available = torch.tensor([len(own) for own in order])
@@ -279,8 +281,8 @@ def _writers(images: Images, clients: int, writers_per_client: int) -> list[tupl
     whole = [part for part in parts if all(len(own) for own in part)]
     if not 1 <= clients <= len(whole):
         raise UsageError(
-            f"{images.name} makes {len(whole)} clients of {writers_per_client} writers that have train and test images,"
-            f" not {clients}.",
+            f"{images.name} has train and test images for {len(whole)} clients of {writers_per_client} writers each, "
+            f"not for {clients}.",
             cure="Give fewer --clients, or in Python other writers_per_client (5 for omniglot).",
         )
     return whole[:clients]

@@ -244,7 +244,7 @@ def _threshold(text: str) -> Threshold:
         ) from None
     except ValueError as error:
         raise UsageError(
-            f"--threshold {text!r} is neither a number nor a file of one: {error}.",
+            f"--threshold {text!r} is neither a number nor a file with a threshold: {error}.",
             cure="Give threshold.json from netweight forget detect.",
         ) from None
 

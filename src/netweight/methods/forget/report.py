@@ -248,7 +248,7 @@ def neurons(
     findings = _neuron_findings(localizations)
     if changed:
         findings.append(Finding(
-            "neurons whose answer to their prompt the edit changed by half or more, mean over prompts",
+            "neurons whose activation the edit changed by half or more, mean over prompts",
             mean(changed.values()), n=len(changed), detail={"each": dict(changed)},
         ))  # fmt: skip
     return Section(
@@ -583,12 +583,12 @@ def _images_table(images: GeneratedImages, config: ImagesConfig, words: Mapping[
     ]  # fmt: skip
     columns = (
         "prompt", "kind", Column("copies before"), Column("copies after", better="lower"),
-        Column("of any", better="lower"), Column(f"{config.measure} before"),
+        Column("copies of any", better="lower"), Column(f"{config.measure} before"),
         Column(f"{config.measure} after", better="lower"), "verdict",
     )  # fmt: skip
     note = (
-        f"of {len(after[0].to_image)} images each; a copy has a {config.measure} of {config.threshold:g} or more; of "
-        f"any: copies of any memorized image after the edit; {config.measure}: medians"
+        f"of {len(after[0].to_image)} images each; a copy has a {config.measure} of {config.threshold:g} or more; "
+        f"copies of any: copies of any memorized image after the edit; {config.measure}: medians"
     )
     return Table("Memorized prompts", columns, rows, (note,))
 

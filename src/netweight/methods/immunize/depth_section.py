@@ -121,7 +121,7 @@ _CONCLUSION = Conclusion("immunize: depth", [HasValue(_HALVES)], _words)
 
 def _layers(analysis: DepthAnalysis) -> Table:
     rows = [(change.layer, change.distance, 100 * change.relative) for change in analysis.changes]
-    return Table("Change of weights by layer", ("layer", Column("L2 distance"), Column("relative", "%")), rows)
+    return Table("Change of weights by layer", ("layer", Column("L2 distance"), Column("relative change", "%")), rows)
 
 
 def _depths(before: LayerAnalysis, after: LayerAnalysis) -> Table:

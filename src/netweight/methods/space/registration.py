@@ -236,8 +236,8 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:PredictSettings"),
         run=lazy(f"{_COMMANDS}:predict"),
         summary="Predict attributes of adapters from their weights alone.",
-        description="Predicts for the adapters in BANK that have no label, and for each FILE. A network that is "
-        "invariant to the basis of the factors and a linear probe of the changes are fitted to the labels. Both "
+        description="Predicts attributes of the adapters in BANK that have no label, and for each FILE. A network that "
+        "is invariant to the basis of the factors and a linear probe of the changes are fitted to the labels. Both "
         "held-out scores are reported; the better one of an attribute predicts it.",
         example="netweight space predict bank --labels labels.csv --column beard",
         arguments=(_BANK, Argument("adapters", "path", metavar="[FILE...]", many=True, required=False)),
@@ -247,8 +247,8 @@ COMMANDS: tuple[Entry, ...] = (
         lazy(f"{_SETTINGS}:SimilarSettings"),
         run=lazy(f"{_COMMANDS}:similar"),
         summary="List the adapters of a bank that are most similar to one.",
-        description="Modules that only one of the two changes count as unchanged by the other, and are left out of the "
-        "second cosine.",
+        description="A module that only one of the two adapters changes counts as unchanged in the other. The second "
+        "cosine leaves such modules out.",
         example="netweight space similar lora.safetensors bank",
         arguments=(Argument("adapter", "path", metavar="FILE"), _BANK),
     ),

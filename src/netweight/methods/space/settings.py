@@ -350,7 +350,7 @@ class MergeSettings(FileSettings):
     blocks: Annotated[tuple[tuple[str, str], ...], Cli(name="--block", metavar="PATTERN WEIGHTS")] = Field(
         default=(),
         description="Weights of the adapters in some modules, such as 'unet.up_blocks.**' 1,0.5; the last "
-        "that matches counts.",
+        "pattern that matches counts.",
     )
     density: float = Field(default=0.5, gt=0, le=1, description="Share of the entries that ties and dare keep.")
     seed: int = Field(default=0, description="Seed of the choice of entries in dare.")

@@ -553,7 +553,8 @@ def read_published(folder: Path, *, components: int | None = None, stable_diffus
     scores_files = sorted(folder.glob(_SCORES))
     if len(scores_files) != 1:
         raise UsageError(
-            f"{folder} contains {len(scores_files)} files {_SCORES}.", cure="The file contains the models' scores."
+            f"{folder} contains {len(scores_files)} files {_SCORES}, not one.",
+            cure="Leave one of them in the folder, with the scores of the models.",
         )
     vectors, scores = published_tensor(folder / "V.pt"), published_tensor(scores_files[0])
     mean, std = (published_tensor(folder / name).flatten().float() for name in ("mean.pt", "std.pt"))

@@ -16,7 +16,7 @@ from netweight.settings import Cli
 
 @final
 class Directions(RefusalEditSettings):
-    """Removal of one direction from the residual stream; settings of the blocks that it is taken from."""
+    """Removal of one direction, which is computed in one of the blocks, from the residual stream."""
 
     depth: Annotated[float, Cli(own=False)] = Field(
         0.8, gt=0, le=1, description="Share of the blocks, counted from the first, whose direction is tried."

@@ -14,10 +14,10 @@ from netweight.settings import Cli
 
 @final
 class LayerwiseDirections(RefusalEditSettings):
-    """Removal of each block's own direction from it, from some block on."""
+    """Removal of a direction of its own from each block, from a certain depth on."""
 
     starts: Annotated[tuple[Annotated[float, Field(ge=0, lt=1)], ...], Cli(own=False)] = Field(
-        (0.0, 0.3, 0.6), min_length=1, description="Depths, as shares of all blocks, from which on blocks are edited."
+        (0.0, 0.3, 0.6), min_length=1, description="Depths from which blocks are edited, as shares of all blocks."
     )
     strengths: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Cli(own=False)] = Field(
         (0.5, 1.0),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @final
 class Pruning(RefusalEditSettings):
-    """Neurons switched off."""
+    """Removal of the feed-forward neurons that differ most between refused and ordinary prompts."""
 
     shares: Annotated[tuple[Annotated[float, Field(gt=0, lt=1)], ...], Cli(own=False)] = Field(
         (0.01, 0.03, 0.1), min_length=1, description="Shares of the feed-forward neurons that are switched off."

@@ -156,7 +156,7 @@ def _head_of(model: Any) -> nn.Linear:
     name = type(model).__name__
     if not isinstance(head, nn.Linear) or not hasattr(model, "loss_function"):
         raise Unsupported(
-            f"{name} has no head that is a linear layer with a loss beside it.",
+            f"{name} does not have a linear output head and a loss function of transformers.",
             cure="chunk_loss is for causal language models of transformers.",
         )
     if "forward" in vars(head):
@@ -241,7 +241,7 @@ class _ChunkedLoss(Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UsageError(
-                "A chunked loss can go backward once, since its gradients are used up.",
+                "The backward pass of a chunked loss can run only once, because its gradients are used up.",
                 cure="Call the model again, or train without chunk_loss.",
             )
         return *(None if each is None else each.mul_(slope) for each in gradients), None, None, None, None

@@ -85,7 +85,7 @@ class LossByRows(Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise UsageError(
-                "A chunked loss can go backward once, since its gradients are used up.",
+                "The backward pass of a chunked loss can run only once, because its gradients are used up.",
                 cure="Call the model again, or train without chunk_loss.",
             )
         to_hidden, slopes, inputs, to_bias = gradients

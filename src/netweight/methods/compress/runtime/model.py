@@ -252,7 +252,7 @@ def _refuse_live_optimizers(names: dict[int, str], cure: str) -> None:
         gc.collect()
         held = _held_by_optimizers(names)
     for kind, stepped in held.items():
-        raise UsageError(f"An optimizer ({kind}) steps {_few(stepped)}. Nothing was changed.", cure=cure)
+        raise UsageError(f"An optimizer ({kind}) has the parameters {_few(stepped)}. Nothing was changed.", cure=cure)
 
 
 def _held_by_optimizers(names: dict[int, str]) -> dict[str, list[str]]:

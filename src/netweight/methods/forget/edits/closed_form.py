@@ -143,7 +143,7 @@ def _multiplied(module: nn.Module, change: Tensor, name: str) -> Tensor:
 
     if not isinstance(module, torch.nn.Linear):
         raise Unsupported(
-            f"{name} is of a {type(module).__name__}, not of a linear layer.",
+            f"{name} belongs to a {type(module).__name__}, not to a linear layer.",
             cure="Merge adapters first (pipeline.fuse_lora(), then pipeline.unload_lora_weights()), and load without "
             "quantization.",
         )

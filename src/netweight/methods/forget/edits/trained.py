@@ -67,7 +67,8 @@ class TrainedEdit(Edit):
         """Refuse batches without room for ordinary prompts."""
         if self.memorized + self.empty > 0.9:
             raise UsageError(
-                "Shares of memorized and empty prompts leave less than a tenth of a batch.", cure="Lower them."
+                "The shares of memorized and empty prompts leave less than a tenth of a batch to ordinary prompts.",
+                cure="Lower them.",
             )
 
     @property

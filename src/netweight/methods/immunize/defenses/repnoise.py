@@ -240,5 +240,7 @@ def _differing(batch: PairBatch, side: Batch) -> losses.Targets:
     blanked = int((predicted & ~mask[:, :-1]).sum())
     targets = losses.Targets(rows, side.input_ids[:, 1:][rows], blanked).among(batch.group)
     if not targets.count:
-        raise UsageError("The sides of the batch differ in no token.", cure="Leave pairs of equal answers out.")
+        raise UsageError(
+            "The two sides of the batch do not differ in any token.", cure="Leave pairs of equal answers out."
+        )
     return targets

@@ -204,7 +204,7 @@ def _thinned(n: int, count: int) -> list[int]:
     `count`: largest number, at least 1.
     """
     if count < 1:
-        raise UsageError("A map of no adapter cannot be drawn.", cure="Show at least one.")
+        raise UsageError("A map needs at least one adapter.", cure="Show at least one.")
     numbers: list[int] = torch.linspace(0, n - 1, min(n, count)).round().long().tolist()
     return numbers
 

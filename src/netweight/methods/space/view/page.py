@@ -275,7 +275,7 @@ def _check_label(name: str, values: Sequence[Any], n: int) -> None:
 def _check_neighbors(what: str, neighbors: NearestAdapters, n: int, adapters: int) -> None:
     if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
         raise UsageError(
-            f"NearestAdapters of {what} are {neighbors.numbers.shape} numbers, some outside 0 to {adapters - 1}."
+            f"NearestAdapters of {what} contain numbers of adapters outside of 0 to {adapters - 1}."
             if len(neighbors.numbers) == n
             else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
             cure=f"Give {n} rows of numbers of adapters.",
