@@ -183,7 +183,7 @@ def test_chains_of_checkpoints(place, tmp_path):
         last = tmp_path / f"link{number}"
     netweight.decompress_folder(last, tmp_path / "back")
     assert content(tmp_path / "back") == content(place / "three")
-    with pytest.raises(UsageError, match="the last of 8 models"):
+    with pytest.raises(UsageError, match="the end of a chain of 8 models"):
         netweight.compress_folder(place / "one", tmp_path / "link9", base=last)
     shutil.rmtree(tmp_path / "link4")
     with pytest.raises(UsageError, match=r"differences from link4 .*cannot be found"):

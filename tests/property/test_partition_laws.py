@@ -149,7 +149,7 @@ def test_matching_tests_take_no_more_than_there_is():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda y: dominant_groups(y, clients=0, per_client=1, groups=[(0,)], seed=0), "0 clients"),
+        (lambda y: dominant_groups(y, clients=0, per_client=1, groups=[(0,)], seed=0), "clients=0"),
         (lambda y: dominant_groups(y, clients=1, per_client=1, groups=[(0, 5)], seed=0), r"\(0, 5\).*2 classes"),
         (lambda y: dominant_groups(y, clients=1, per_client=1, groups=[()], seed=0), "dominant classes"),
         (lambda y: dominant_groups(y, clients=1, per_client=1, groups=[], seed=0), "no groups"),
@@ -158,9 +158,9 @@ def test_matching_tests_take_no_more_than_there_is():
         (lambda y: dirichlet(y, clients=2, alpha=0.0, seed=0), "alpha"),
         (lambda y: dirichlet(y, clients=2, alpha=float("nan"), seed=0), "alpha"),
         (lambda y: dirichlet(y, clients=11, alpha=1.0, seed=0), "11 clients with at least 10"),
-        (lambda y: dirichlet(y, clients=50, alpha=0.01, seed=0, minimum=2), "1000 partitions"),
+        (lambda y: dirichlet(y, clients=50, alpha=0.01, seed=0, minimum=2), "1000 random partitions"),
         (lambda y: by_writer(y, writers_per_client=3), "3 of 2 writers"),
-        (lambda y: matching_test(y, [torch.arange(0)], y, per_client=3, seed=0), "train sample"),
+        (lambda y: matching_test(y, [torch.arange(0)], y, per_client=3, seed=0), "training samples"),
         (lambda y: matching_test(y, [(y == 0).nonzero()[:, 0]], y[y == 1], per_client=3, seed=0), "class of client 0"),
     ],
 )

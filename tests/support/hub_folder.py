@@ -390,7 +390,7 @@ def build(folder, weights):
     hub.file("norm of lycoris", good | {f"{q}.w_norm": hub.normal(8)}, refused="biases or other vectors")
     hub.file("cascade", {"lora_prior_unet_down_blocks_0.lora_down.weight": hub.normal(2, 8),
                          "lora_prior_unet_down_blocks_0.lora_up.weight": hub.normal(8, 2)},
-             refused="no known component")  # fmt: skip
+             refused="does not belong to a known component")  # fmt: skip
     hub.file("control", lora | {f"unet.{Q}.lora_B.bias": hub.normal(12)}, refused="biases or other vectors")
     for name, pattern in (("pattern", "("), ("endless pattern", "(a+)+$"), ("endless choice", "(a|a)*$")):
         hub.peft(name, inside, None, {"rank_pattern": {pattern: 2}}, refused="not a pattern")

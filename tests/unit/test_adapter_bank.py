@@ -536,7 +536,7 @@ def test_names_of_the_model_are_taken_and_checked(tmp_path):
     model = ["text_encoder.encoder.layers.0.mlp.fc1", "unet.conv_in"]
     bank = AdapterBank.ingest(tmp_path / "loras", tmp_path / "bank", modules=model)
     assert bank.modules == ("text_encoder.encoder.layers.0.mlp.fc1",)
-    with pytest.raises(NameNotFound, match=r"the model has no module .*of another model"):
+    with pytest.raises(NameNotFound, match=r"the model has no module .*the adapter was trained on"):
         AdapterBank.ingest(tmp_path / "loras" / "a", tmp_path / "other", modules=["unet.conv_in"])
 
 

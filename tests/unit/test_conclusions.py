@@ -19,8 +19,8 @@ for home in ("compress.recipe", "federate.recipe", "immunize.report", "space.ima
 
 RANK = {"broken": 0, "partly": 1, "told": 2, "holds": 3}
 BAD_WORDS = re.compile(
-    r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes|come back|recovers|exactly|reveals more|"
-    r"leak|falls|can be read|images copy|no better|better than a guess|move it most|be reconstructed)\b", re.IGNORECASE,
+    r"\b(differs?|not|too large|less than|broken|hides no|no better|bring|yes|recovers|exactly|reveals more|"
+    r"leak|falls|can be read|images copy|no better|better than a guess|be reconstructed)\b", re.IGNORECASE,
 )  # fmt: skip
 GOOD_WORDS = re.compile(r"\b(nothing is lost|every bit is there|equal to|as they were)\b", re.IGNORECASE)
 STATES = ("good", "bad", "none", "nan", "absent")

@@ -218,7 +218,7 @@ def test_what_cannot_be_attacked_is_refused(run: TrainedFederation) -> None:
         observe(run, ThreatModel(batch_size=4, local_steps=4, examples=12), [0], seed=1)
     with pytest.raises(UsageError, match="12 examples"):
         observe(run, ThreatModel(batch_size=40), [0], seed=1)
-    with pytest.raises(UsageError, match="cannot be summed"):
+    with pytest.raises(UsageError, match="sum over 9 clients cannot be formed"):
         observe(run, ThreatModel(summed_over=9), [0, 1], seed=1)
     alone = train(picture_task(), local_only(LocalTraining(epochs=1)), Federation(rounds=1))
     assert "shares nothing" in attacked(alone, ONE_STEP, updates=5, summed_over=6, seed=1).verdict[1]

@@ -197,7 +197,7 @@ def test_padding_masks_reach_only_the_prompts_they_were_given_for():
     )
     with (
         AttentionScaling()(model, PLANTED) as mitigated,
-        pytest.raises(UsageError, match="no text of the shape"),
+        pytest.raises(UsageError, match="does not receive text of the shape"),
     ):
         mitigated.predict(model.initial_noise([0]), torch.tensor(3), Text(torch.zeros(1, 3, 16)))
 

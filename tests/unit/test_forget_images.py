@@ -159,7 +159,7 @@ def test_nonsense_is_refused():
         foreground_by_color(torch.zeros(12, 12))
     with pytest.raises(UsageError, match="No prompt was measured"):
         region_findings([])
-    with pytest.raises(UsageError, match="is not of an image"):
+    with pytest.raises(UsageError, match="does not fit an image"):
         region_copies(MemorizedImage("one", "verbatim", with_object(1, 2)), torch.zeros(1, 3, 12, 12),
                       foreground=torch.ones(5, 5))  # fmt: skip
     with pytest.raises(UsageError, match="are not different"):

@@ -282,7 +282,7 @@ def test_the_reference_needs_sides_that_can_be_compared():
     with pytest.raises(UsageError, match="aligned=True"):
         repnoise_loss(decoder(), collate_pairs(pairs, pad_id=0), RepNoiseReference())
     equal = collate_pairs([AnswerPair((1, 2), (3,), (3,))], pad_id=0, aligned=True)
-    with pytest.raises(UsageError, match="differ in no token"):
+    with pytest.raises(UsageError, match="do not differ in any token"):
         repnoise_loss(decoder(), equal, RepNoiseReference())
 
 

@@ -305,7 +305,9 @@ def test_what_cannot_be_asked_for(tmp_path, ciphers, monkeypatch):
         ciphers.examples("guarded", 1, 0)
     with pytest.raises(UsageError, match="0 examples cannot be drawn"):
         ciphers.pairs(0, 0)
-    with pytest.raises(UsageError, match=rf"seed {SHIPPED_SEED + 1} come with netweight.*ciphers FOLDER --seed"):
+    with pytest.raises(
+        UsageError, match=rf"does not contain models of .* seed {SHIPPED_SEED + 1}.*ciphers FOLDER --seed"
+    ):
         cipher_world(SHIPPED_SEED + 1)
     with pytest.raises(UsageError, match="There are no weights at"):
         cipher_world(9, folder=tmp_path).base()

@@ -79,9 +79,9 @@ def test_an_interval_over_points_covers_their_spread():
 
 
 def test_curves_that_cannot_be_are_refused():
-    with pytest.raises(UsageError, match="do not grow"):
+    with pytest.raises(UsageError, match="do not move away from 0"):
         curve([1.0, 0, 0, 0, 0], (1.0, 0.5))
-    with pytest.raises(UsageError, match="do not grow"):
+    with pytest.raises(UsageError, match="do not move away from 0"):
         curve([1.0, 0, 0, 0, 0], ())
     with pytest.raises(NameNotFound, match="'pink'"):
         curve([1.0, 0, 0, 0, 0], target="pink")

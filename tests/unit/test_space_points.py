@@ -46,7 +46,7 @@ def test_edits_that_cannot_be_are_refused():
     beard = fit_direction(scores, labels, "beard")
     with pytest.raises(UsageError, match="no move"):
         edit(scores, [])
-    with pytest.raises(UsageError, match="12 components, the point 5"):
+    with pytest.raises(UsageError, match="12 components, but the point has 5"):
         edit(scores[:, :5], [Move(beard, 1.0)])
     with pytest.raises(UsageError, match="not finite"):
         edit(scores, [Move(beard, float("nan"))])

@@ -317,7 +317,7 @@ def verdict(comparison: Comparison, subject: str) -> Words:
 
 
 def _words(held: bool, memory: bool | None, *, planted: str, controls: str) -> Words:
-    words = f"Planted images{'' if held else ' are recovered'}: {planted}."
+    words = f"{'Planted images' if held else 'The search recovers planted images'}: {planted}."
     if memory is None:
         words += " Without never-trained images it is unknown what the search generates by itself."
     else:
