@@ -81,7 +81,7 @@ def test_pairs_are_of_models_that_are_alike_so_that_a_sample_is_not_between_two_
     alike, any_two = (PairSampler.fit(scores, neighbors=count).draw(200, seed=5)[:, 0] for count in (8, len(scores)))
     assert float((alike.abs() < 1).double().mean()) < 0.05
     assert float((any_two.abs() < 1).double().mean()) > 0.2
-    with pytest.raises(UsageError, match="one of 0 neighbors"):
+    with pytest.raises(UsageError, match="at least 1, not 0"):
         PairSampler.fit(scores, neighbors=0)
 
 

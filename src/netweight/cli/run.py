@@ -57,9 +57,9 @@ def run(
 ) -> None:
     """Run a recipe: treatments, audits and attacks from the YAML file RECIPE.
 
-    Steps and attacks that an earlier run finished are not run again; `--plan` shows which. The output begins with what
-    was used of an earlier run. A step is the same if its input, its settings and the files that they name are
-    unchanged. Exits with 1 if a target is missed or could not be measured.
+    Steps and attacks that an earlier run finished are not run again; `--plan` shows which. The output begins with
+    a list of them. A step is the same if its input, its settings and the files that they name are unchanged. Exits with
+    1 if a target is missed or could not be measured.
     """
     from netweight import recipes
     from netweight.report.report import read_report

@@ -36,7 +36,7 @@ class StackBank:
 
     def __init__(self, names: Sequence[str], adapters: AdapterStack) -> None:
         if len(names) != len(adapters) or len(set(names)) != len(names):
-            raise UsageError(f"{len(set(names))} different names cannot name {len(adapters)} adapters.")
+            raise UsageError(f"There are {len(set(names))} different names for {len(adapters)} adapters.")
         self.names = list(names)
         self._parts = adapters.down, adapters.up, adapters.scale, adapters.ranks
         self.shapes = adapters.shapes

@@ -333,7 +333,7 @@ class PairSampler:
     def fit(cls, scores: Tensor, *, neighbors: int = 8, factor: float = 1.0) -> PairSampler:
         """Keep the scores of at least 3 models."""
         if neighbors < 1:
-            raise UsageError(f"The second model cannot be one of {neighbors} neighbors.", cure="Give 1 or more.")
+            raise UsageError(f"neighbors must be at least 1, not {neighbors}.", cure="Give 1 or more.")
         checked = _checked(scores)
         return cls(checked, min(neighbors, len(checked) - 1), _enlarging(factor))
 

@@ -72,9 +72,8 @@ COMMANDS: tuple[Entry, ...] = (
         run=lazy(f"{_COMMANDS}:fit"),
         summary="Find the principal components of the adapters in a bank.",
         description="The space is written to SPACE, a new folder. By default (--representation delta) the changes of "
-        "weights are analyzed, however their factors are written. SPACE contains every adapter's scores. How "
-        "good the fit "
-        "is, and how well the components generalize to held-out adapters, is printed and kept in SPACE/space.json.",
+        "weights are analyzed, however their factors are written. SPACE contains every adapter's scores. The "
+        "quality of the fit on these adapters and on held-out adapters is printed and kept in SPACE/space.json.",
         example="netweight space fit bank space --components 100",
         arguments=(_BANK, Argument("space", "new")),
         audited=None,

@@ -221,7 +221,7 @@ def _states(model: nn.Module, result: Any, parts: DecoderStructure) -> list[Tens
         raise Unsupported(
             f"{type(model).__name__} gives {len(states) if states else 'no'} hidden states for {len(parts.blocks)} "
             "blocks.",
-            cure="Its forward must take output_hidden_states=True and give the embeddings' and each block's.",
+            cure="Its forward must take output_hidden_states=True and return the embeddings and each block's states.",
         )
     return list(states)
 

@@ -41,8 +41,8 @@ class Vaccine(DefenseSettings):
     rho: float = Field(1.0, gt=0, description="Norm of the perturbations of all blocks together, for the batch.")
     share: float = Field(
         1.0, gt=0, le=1,
-        description="Share of the blocks that are perturbed, drawn anew at each step by how much their states decide "
-        "on harmful answers; 1 for all.",
+        description="Share of the blocks that are perturbed, drawn anew at each step in proportion to the norm of "
+        "the gradient of the harmful loss at their states; 1 for all.",
     )  # fmt: skip
 
     def build(self) -> VaccineDefense:
