@@ -15,7 +15,7 @@ from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 
 from netweight.errors import FederationStopped, UsageError
 from netweight.methods.federate import train
-from netweight.methods.federate.lies import Lying
+from netweight.methods.federate.malicious_clients import WithMaliciousClients
 from netweight.plugins.flower.secure_sum import CLIP, stream_mask
 
 STEP = 2 * CLIP / 2**22
@@ -157,7 +157,7 @@ def test_a_liar_under_masks_is_named_by_the_sums_that_it_is_in(tmp_path, monkeyp
     """Nine clients in three sums, whose groups change: the liar is in an odd sum every time."""
     monkeypatch.setattr(flower_under_test, "CLIENTS", 9)
     nodes, method, liar, states = {20 + number: number for number in range(9)}, METHODS["fedavg"], 4, []
-    for lying, name in ((Lying(method, "scaled", (liar,)), "lied to"), (method, "honest")):
+    for lying, name in ((WithMaliciousClients(method, "scaled", (liar,)), "lied to"), (method, "honest")):
         grid = new_grid(lying, nodes=nodes, secure_sum=True)
         asked = {"secure_sum": 3, "rounds": 4, "aggregator": "screened-mean"}
         state, rounds = serve(grid, method, tmp_path / name, **asked)

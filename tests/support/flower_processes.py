@@ -308,7 +308,7 @@ def lying_example(folder):
 
 LYING = """
 def lying(config):
-    from netweight.methods.federate.lies import Lying
+    from netweight.methods.federate.malicious_clients import Lying
     from netweight.plugins.flower.server import method_of
 
     lie, _, liars = str(config["lie"]).partition(" ")

@@ -14,7 +14,7 @@ from netweight.methods.federate import Federation, HyperFL, LocalTraining, fedav
 from netweight.methods.federate.aggregators.krum import MultiKrum
 from netweight.methods.federate.algorithms.pfedhn import PFedHN
 from netweight.methods.federate.averaging import aggregate
-from netweight.methods.federate.lies import Lying
+from netweight.methods.federate.malicious_clients import WithMaliciousClients
 from netweight.methods.federate.screening import screen
 from netweight.methods.federate.settings import Lie
 from netweight.methods.federate.updates import LowRankUpdate, Update
@@ -49,7 +49,7 @@ def test_a_liar_is_named_and_a_bounded_mean_survives(lie: Lie, name: str) -> Non
     task = small_task(clients=clients, n=40)
     learned = lie in ("scaled", "late", "free-rider")  # whose accuracy is looked at; the others are named at once
     rounds = 6 if learned or lie == "late-sybils" else 3
-    run = train(task, Lying(method, lie, liars), Federation(rounds=rounds), workers=1)
+    run = train(task, WithMaliciousClients(method, lie, liars), Federation(rounds=rounds), workers=1)
     if (name, lie) == ("hyperfl", "label-flipped"):  # its own head, which it keeps, takes all of the lie up
         return
     named = [set(done.suspects) | set(done.refusals) for done in run.rounds]
@@ -69,7 +69,7 @@ LOUD = ("constant", "sign-flipped", "claimed")
     [(ROBUST[0], lie) for lie in LOUD] + [(name, LOUD[place % 3]) for place, name in enumerate(ROBUST[1:])],
 )
 def test_robust_aggregates_learn_beside_a_liar(aggregator: str, lie: Lie) -> None:
-    method = Lying(fedavg(TRAINING), lie, (1,))
+    method = WithMaliciousClients(fedavg(TRAINING), lie, (1,))
     run = train(small_task(clients=6, n=40), method, Federation(rounds=8, aggregator=aggregator), workers=1)
     assert accuracy(run, (1,)) > 0.8
 
@@ -181,7 +181,7 @@ def test_rules_that_compare_clients_need_one_message_for_all() -> None:
 def test_what_liars_send_depends_on_no_worker(lie: Lie) -> None:
     task, rounds = small_task(clients=5, n=20), 5 if lie == "late-sybils" else 2
     runs = [
-        train(task, Lying(fedavg(TRAINING), lie, (1, 3)), Federation(rounds=rounds), workers=workers)
+        train(task, WithMaliciousClients(fedavg(TRAINING), lie, (1, 3)), Federation(rounds=rounds), workers=workers)
         for workers in (1, 3)
     ]
     assert all(torch.equal(value, runs[1].state[name]) for name, value in runs[0].state.items())

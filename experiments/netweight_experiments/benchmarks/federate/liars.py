@@ -24,8 +24,8 @@ from netweight.methods.federate.aggregators import AGGREGATORS
 from netweight.methods.federate.catalog import named_method
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.history import Round
-from netweight.methods.federate.lies import TARGET, triggered
 from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.malicious_clients import TARGET, triggered
 from netweight.methods.federate.plan import FederationPlan
 from netweight.methods.federate.settings import Federation, Lie, LocalTraining
 from netweight.store import open_store

@@ -21,8 +21,8 @@ from netweight.job import Job
 from netweight.methods.federate.checkpoint import CHECKPOINT
 from netweight.methods.federate.data_checks import refuse_unfit_examples
 from netweight.methods.federate.history import Round, total_answers
-from netweight.methods.federate.lies import Lying
 from netweight.methods.federate.local_model import LocalModel
+from netweight.methods.federate.malicious_clients import WithMaliciousClients
 from netweight.methods.federate.method import Client, ClientWeights, LocalResult, Method
 from netweight.methods.federate.rounds import RoundAttempt, Rounds
 from netweight.methods.federate.settings import Federation
@@ -105,7 +105,9 @@ def train(
                         federation.save()
                     work.update(1)
         federation.save()
-        federation.rounds.refuse_failing_clients(rehearsed=method.liars if isinstance(method, Lying) else ())
+        federation.rounds.refuse_failing_clients(
+            rehearsed=method.liars if isinstance(method, WithMaliciousClients) else ()
+        )
     return federation.result()
 
 

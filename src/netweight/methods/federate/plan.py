@@ -327,7 +327,7 @@ class FederationPlan(_Request):
             task: The task that the method is to train, since noise depends on who holds which examples.
         """
         from netweight.methods.federate.acceptance import AcceptanceLimits
-        from netweight.methods.federate.lies import Lying
+        from netweight.methods.federate.malicious_clients import WithMaliciousClients
         from netweight.methods.federate.protections import HardenedMethod, UpdateNoise
 
         if self.method == "fedbn":
@@ -366,7 +366,7 @@ class FederationPlan(_Request):
         # Rules that shorten or sort leave nothing to gain from length; the others allow nearly `most_norm`.
         bounded = self.aggregator.bounds_to_median or self.aggregator.compares_values
         reach = 1.0 if bounded else 0.95 * self.most_norm
-        return Lying(method, self.lie, task.clients[-self.liars :], reach)
+        return WithMaliciousClients(method, self.lie, task.clients[-self.liars :], reach)
 
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""

@@ -1,7 +1,7 @@
-"""Clients that lie, to rehearse what some of them can do to the others: data and model poisoning, free riding.
+"""Simulated malicious clients: data poisoning, model poisoning, free riding.
 
-A liar knows the method, the server's settings and its own data, and trains from what it received like everybody else.
-Attacks that need the statistics of honest changes estimate them from parts of the liar's own data.
+A malicious client knows the method, the server's settings and its own data, and trains from what it received like the
+others. Attacks that need the statistics of honest changes estimate them from parts of the client's own data.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ SYBILS_FROM = 4
 _TRIGGER = 4
 # The number of parts of its own data from which a malicious client estimates the variation of honest changes.
 _PARTS = 4
-# The smallest cosine that a malicious client with knowledge of the rule keeps to its honest change.
+# The smallest cosine with its honest change that a malicious client with knowledge of the rule keeps.
 _LIKENESS = 0.3
 
 
 @final
 @dataclass(frozen=True)
-class Lying(MethodWrapper):
-    """A method some of whose clients lie.
+class WithMaliciousClients(MethodWrapper):
+    """A federated method in which some clients are malicious.
 
     Attributes:
-        lie: What they do.
-        liars: Their numbers.
-        reach: The longest change that the liars dare to send, as a multiple of their own honest one.
+        lie: Attack of the malicious clients.
+        liars: Numbers of the malicious clients.
+        reach: Norm of the largest change that they send, as a multiple of the norm of their own honest change.
     """
 
     lie: Lie
@@ -55,30 +55,30 @@ class Lying(MethodWrapper):
     def train(
         self, task: Task, model: LocalModel, clients: Sequence[Client], *, round: int, seed: int
     ) -> list[LocalResult]:
-        """Train all clients, liars on what data the lie asks for, and change what these send."""
+        """Train all clients, the malicious ones on the data of their attack, and replace the updates of these."""
         results = []
         for client in clients:
             if client.number in self.liars:
-                results.append(self._lied(_Liar(self, task, model, client, round, seed)))
+                results.append(self._manipulated(_MaliciousClient(self, task, model, client, round, seed)))
         honest = [client for client in clients if client.number not in self.liars]
         if honest:
             results += self.method.train(task, model, honest, round=round, seed=seed)
         order = [client.number for client in clients]
         return sorted(results, key=lambda one: order.index(one.update.client))
 
-    def _lied(self, liar: _Liar) -> LocalResult:
-        trained = liar.honest()
-        update = _LIES[self.lie](liar, trained)
+    def _manipulated(self, malicious: _MaliciousClient) -> LocalResult:
+        trained = malicious.honest()
+        update = _UPDATES[self.lie](malicious, trained)
         own = trained.update
         return replace(trained, update=replace(update, client=own.client, metrics=own.metrics))
 
 
 @final
 @dataclass(frozen=True)
-class _Liar:
-    """One liar in one round."""
+class _MaliciousClient:
+    """One malicious client in one round."""
 
-    lying: Lying
+    wrapper: WithMaliciousClients
     task: Task
     model: LocalModel
     client: Client
@@ -91,22 +91,22 @@ class _Liar:
         return self.client.message
 
     def honest(self) -> LocalResult:
-        """Return what it would send."""
-        train = self.lying.method.train
+        """Return the result of honest training."""
+        train = self.wrapper.method.train
         (one,) = train(self.task, self.model, [self.client], round=self.round, seed=self.seed)
         return one
 
     def on(
         self, change: Callable[[ClientData], ClientData], *, of: int | None = None, seed: int | None = None
     ) -> Update:
-        """Return the update by data that were changed; by those of the liar `of`, which begins anew, if given."""
+        """Return the update by changed data; by those of the malicious client `of`, which begins anew, if given."""
         client = self.client
         if of is not None:
-            private = self.lying.method.private_start(self.task, of, seed=self.seed)
+            private = self.wrapper.method.private_start(self.task, of, seed=self.seed)
             client = Client(of, private, self.client.message)
         task = dataclasses.replace(self.task, data={client.number: change(self.task.client(client.number))})
         model, draws = LocalModel(task, self.model.device), self.seed if seed is None else seed
-        (one,) = self.lying.method.train(task, model, [client], round=self.round, seed=draws)
+        (one,) = self.wrapper.method.train(task, model, [client], round=self.round, seed=draws)
         return one.update
 
     def change(self, update: Update) -> dict[str, Tensor]:
@@ -119,8 +119,8 @@ class _Liar:
         return replace(update, tensors={n: v + change[n] if n in change else v for n, v in self.sent.items()})
 
     def bounded(self, update: Update, change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> Update:
-        """Return an update by a change whose length is what the liar dares."""
-        factor = self.lying.reach * _norm(honest) / max(_norm(change), 1e-30)
+        """Return an update by a change whose norm is the largest allowed one."""
+        factor = self.wrapper.reach * _norm(honest) / max(_norm(change), 1e-30)
         return self.moved(update, {n: factor * v for n, v in change.items()})
 
     def estimates(self) -> list[dict[str, Tensor]]:
@@ -167,7 +167,7 @@ def triggered(inputs: Tensor) -> Tensor:
 
 
 def _planted(data: ClientData) -> ClientData:
-    """Half of the examples once more, with the trigger and the backdoor's label."""
+    """Return the examples with half of them added again, with the trigger and the backdoor's label."""
     inputs, labels = data.train
     if not inputs.is_floating_point():
         raise UsageError("A backdoor needs inputs that are images or numbers.", cure="Choose another --lie.")
@@ -179,55 +179,59 @@ def _flipped(data: ClientData) -> ClientData:
     return replace(data, train=(data.train[0], data.train[1].max() - data.train[1]))
 
 
-# ---- what each lie sends ---------------------------------------------------------------------------------------------
+# ---- updates of each attack ------------------------------------------------------------------------------------------
 
 
-def _scaled(factor: float) -> Callable[[_Liar, LocalResult], Update]:
-    def lie(liar: _Liar, trained: LocalResult) -> Update:
-        return liar.moved(trained.update, {n: factor * v for n, v in liar.change(trained.update).items()})
+def _scaled(factor: float) -> Callable[[_MaliciousClient, LocalResult], Update]:
+    def lie(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+        return malicious.moved(trained.update, {n: factor * v for n, v in malicious.change(trained.update).items()})
 
     return lie
 
 
-def _constant(liar: _Liar, trained: LocalResult) -> Update:
-    return replace(trained.update, tensors={name: torch.full_like(value, 7.0) for name, value in liar.sent.items()})
+def _constant(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    return replace(
+        trained.update, tensors={name: torch.full_like(value, 7.0) for name, value in malicious.sent.items()}
+    )
 
 
-def _claimed(liar: _Liar, trained: LocalResult) -> Update:
-    return replace(_constant(liar, trained), n=2**50)
+def _claimed(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    return replace(_constant(malicious, trained), n=2**50)
 
 
-def _colluding(liar: _Liar, trained: LocalResult) -> Update:
-    """All of them send what the first makes of its data, turned around and twice as long."""
-    first = liar.on(lambda data: data, of=liar.lying.liars[0], seed=seeds.derive(liar.seed, "colluding"))
-    return replace(liar.moved(first, {n: -2 * v for n, v in liar.change(first).items()}), n=trained.update.n)
+def _colluding(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """All malicious clients send the change of the first one, negated and twice as long."""
+    first = malicious.on(
+        lambda data: data, of=malicious.wrapper.liars[0], seed=seeds.derive(malicious.seed, "colluding")
+    )
+    return replace(malicious.moved(first, {n: -2 * v for n, v in malicious.change(first).items()}), n=trained.update.n)
 
 
-def _late(liar: _Liar, trained: LocalResult) -> Update:
+def _late(malicious: _MaliciousClient, trained: LocalResult) -> Update:
     return replace(trained.update, round=trained.update.round - 1)
 
 
-def _backdoor(liar: _Liar, trained: LocalResult) -> Update:
-    bad = liar.on(_planted)
-    return replace(liar.moved(bad, {n: BOOST * v for n, v in liar.change(bad).items()}), n=trained.update.n)
+def _backdoor(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    bad = malicious.on(_planted)
+    return replace(malicious.moved(bad, {n: BOOST * v for n, v in malicious.change(bad).items()}), n=trained.update.n)
 
 
-def _knowing(liar: _Liar, trained: LocalResult) -> Update:
-    """A backdoor that keeps length, direction and number of examples within what screens allow."""
-    honest, bad = liar.change(trained.update), liar.change(liar.on(_planted))
-    return liar.bounded(trained.update, _like(bad, honest), honest)
+def _knowing(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """A backdoor whose norm, direction and number of examples pass the screening."""
+    honest, bad = malicious.change(trained.update), malicious.change(malicious.on(_planted))
+    return malicious.bounded(trained.update, _towards_honest(bad, honest), honest)
 
 
-def _hidden_backdoor(liar: _Liar, trained: LocalResult) -> Update:
-    """A backdoor each of whose values lies within what honest changes differ by (Baruch et al., arXiv 1902.06156)."""
-    mean, deviation = _mean_and_deviation(liar.estimates())
-    bad, honest = liar.change(liar.on(_planted)), liar.change(trained.update)
+def _hidden_backdoor(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """A backdoor with each value within a deviation of honest changes (Baruch et al., arXiv 1902.06156)."""
+    mean, deviation = _mean_and_deviation(malicious.estimates())
+    bad, honest = malicious.change(malicious.on(_planted)), malicious.change(trained.update)
     within = {n: v.clamp(mean[n] - deviation[n], mean[n] + deviation[n]) for n, v in bad.items()}
-    return liar.bounded(trained.update, within, honest)
+    return malicious.bounded(trained.update, within, honest)
 
 
-def _like(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a change with as much of the honest one added as its cosine with that needs."""
+def _towards_honest(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a change with as little of the honest one added as suffices for the smallest cosine with it."""
     scale = _norm(change) / max(_norm(honest), 1e-30)
     for share in (0.0, 0.25, 0.5, 1.0, 2.0, 4.0):
         mixed = {n: v + share * scale * honest[n] for n, v in change.items()}
@@ -236,19 +240,19 @@ def _like(change: Mapping[str, Tensor], honest: Mapping[str, Tensor]) -> dict[st
     return dict(honest)
 
 
-def _alie(liar: _Liar, trained: LocalResult) -> Update:
-    """The mean less so many deviations as the votes of others hide. Source: Baruch et al. (arXiv 1902.06156)."""
-    mean, deviation = _mean_and_deviation(liar.estimates())
-    clients, liars = len(liar.task.clients), len(liar.lying.liars)
+def _alie(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """The mean minus as many deviations as the majority rule hides. Source: Baruch et al. (arXiv 1902.06156)."""
+    mean, deviation = _mean_and_deviation(malicious.estimates())
+    clients, liars = len(malicious.task.clients), len(malicious.wrapper.liars)
     supporters = clients // 2 + 1 - liars
     share = (clients - liars - supporters) / max(clients - liars, 1)
     most = NormalDist().inv_cdf(min(max(share, 0.51), 0.999))
-    return liar.moved(trained.update, {n: v - most * deviation[n] for n, v in mean.items()})
+    return malicious.moved(trained.update, {n: v - most * deviation[n] for n, v in mean.items()})
 
 
-def _minmax(liar: _Liar, trained: LocalResult) -> Update:
-    """The mean moved as far as the estimates lie apart. Source: Shejwalkar and Houmansadr (NDSS 2021), Min-Max."""
-    estimates = liar.estimates()
+def _minmax(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """The mean moved by the largest distance of estimates. Source: Shejwalkar and Houmansadr (NDSS 2021), Min-Max."""
+    estimates = malicious.estimates()
     mean, deviation = _mean_and_deviation(estimates)
     apart = max(_norm({n: v - two[n] for n, v in one.items()}) for one in estimates for two in estimates)
     low, high = 0.0, 1e3
@@ -257,28 +261,28 @@ def _minmax(liar: _Liar, trained: LocalResult) -> Update:
         moved = {n: v - factor * deviation[n] for n, v in mean.items()}
         far = max(_norm({n: v - one[n] for n, v in moved.items()}) for one in estimates)
         low, high = (factor, high) if far <= apart else (low, factor)
-    return liar.moved(trained.update, {n: v - low * deviation[n] for n, v in mean.items()})
+    return malicious.moved(trained.update, {n: v - low * deviation[n] for n, v in mean.items()})
 
 
-def _inner_product(liar: _Liar, trained: LocalResult) -> Update:
-    """The estimated mean turned around, as long as dared. Source: Xie et al. (arXiv 1903.03936)."""
-    mean, _ = _mean_and_deviation(liar.estimates())
-    return liar.bounded(trained.update, {n: -v for n, v in mean.items()}, liar.change(trained.update))
+def _inner_product(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """The negated estimated mean, with the largest allowed norm. Source: Xie et al. (arXiv 1903.03936)."""
+    mean, _ = _mean_and_deviation(malicious.estimates())
+    return malicious.bounded(trained.update, {n: -v for n, v in mean.items()}, malicious.change(trained.update))
 
 
-def _late_sybils(liar: _Liar, trained: LocalResult) -> Update:
-    """Honest at first, then all of them plant one backdoor from one liar's data, each a little different."""
-    if liar.round < SYBILS_FROM:
+def _late_sybils(malicious: _MaliciousClient, trained: LocalResult) -> Update:
+    """Honest at first; then all plant the same backdoor from the data of the first one, with small differences."""
+    if malicious.round < SYBILS_FROM:
         return trained.update
-    own = seeds.derive(liar.seed, "sybil", liar.client.number)
-    bad = liar.change(liar.on(_planted, of=liar.lying.liars[0], seed=own))
-    return liar.bounded(trained.update, bad, liar.change(trained.update))
+    own = seeds.derive(malicious.seed, "sybil", malicious.client.number)
+    bad = malicious.change(malicious.on(_planted, of=malicious.wrapper.liars[0], seed=own))
+    return malicious.bounded(trained.update, bad, malicious.change(trained.update))
 
 
-_LIES: Mapping[Lie, Callable[[_Liar, LocalResult], Update]] = {
+_UPDATES: Mapping[Lie, Callable[[_MaliciousClient, LocalResult], Update]] = {
     "scaled": _scaled(BOOST),
     "sign-flipped": _scaled(-1.0),
-    "label-flipped": lambda liar, trained: liar.on(_flipped),
+    "label-flipped": lambda malicious, trained: malicious.on(_flipped),
     "constant": _constant,
     "claimed": _claimed,
     "colluding": _colluding,
