@@ -57,7 +57,7 @@ COMMANDS: tuple[Entry, ...] = (
         "federate audit",
         lazy("netweight.methods.federate.plan:FederationAudit"),
         run=lazy(f"{_COMMANDS}:audit"),
-        summary="Attack what the server of a federation could have seen.",
+        summary="Attack the updates that the server of a federation received.",
         description="Attacks updates of the run, and updates of shorter local training: how much of a client's "
         "gradient an update reveals, and which images can be reconstructed from it. Exits with 1 if the updates of the "
         "run reveal more than their published average does.",
