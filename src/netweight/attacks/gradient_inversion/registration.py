@@ -12,7 +12,7 @@ GRADIENT_INVERSION: Attack[Any] = Attack(
     attack=lazy(f"{_FOLDER}:attack"),
     title="Gradient inversion",
     summary="Reconstruct private images from the update that a client sent.",
-    description="UPDATE is a .safetensors file with the update of the client. The model's code is imported from the current "
+    description="UPDATE is a .safetensors file with a client's update. The model's code is imported from the current "
     "folder or from what is installed, and is run. OUT receives the images as PNG files, a report, and checkpoints of "
     "the search, from which a second call continues. Exits with 1 if --max-psnr is given and the reconstruction is "
     "better than that.",
