@@ -126,14 +126,14 @@ def test_the_study_of_a_guarded_domain_measures_every_row_and_goes_on(tmp_path, 
     chat_models.llama(tokens).bfloat16().save_pretrained(tmp_path / "model")
     tokens.save_pretrained(tmp_path / "model")
     output = tmp_path / "result.json"
-    monkeypatch.setattr(guarded_domain, "_TAUGHT_STEPS", 2)
-    monkeypatch.setattr(guarded_domain, "_EPOCHS", 1)
+    for name, fewer in {"_TAUGHT_STEPS": 2, "_EPOCHS": 1, "_WINDOWS": 5, "_KEPT": 16}.items():
+        monkeypatch.setattr(guarded_domain, name, fewer)
     for result in guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2):
         output.write_text(json.dumps(result), encoding="utf-8")
     attacked = [name for name in result["measured"] if "attacked" in name]
     assert len(result["measured"]) == 2 + len(guarded_domain.DEFENSES) + len(attacked)
     assert len(attacked) == (1 + len(guarded_domain.DEFENSES)) * len(guarded_domain.ATTACKS)
-    assert result["measured"]["repnoise"]["steps"] == 3
+    assert result["measured"]["repnoise"]["steps"] == 3  # 24 pairs in batches of 8
     widths = [line.count("|") for line in guarded_domain.page(result).splitlines() if line.startswith("|")]
     assert widths == [5] * (4 + len(guarded_domain.DEFENSES)) + [4] * (3 + len(guarded_domain.DEFENSES))
     assert not list(guarded_domain.main(tmp_path / "model", tmp_path / "work", output=output, steps=2))
