@@ -105,7 +105,7 @@ def audit(folder, edited, out, *more, code=(0,)):
     return call(
         "forget", "audit", edited, "--base", SHAPES_FOLDER, "--targets", folder / "targets.csv", "--ordinary",
         folder / "ordinary.txt", "--out", out, "--per-prompt", 2, "--look-seeds", 2, "--guidance", 3,
-        "--generation-steps", 4, *more, code=code,
+        "--generation-steps", 2, *more, code=code,
     )  # fmt: skip
 
 
@@ -189,7 +189,7 @@ def test_what_an_edit_cannot_use_is_named_before_any_work(done, tmp_path):
 def test_an_audit_of_a_closed_form_names_the_neurons_that_it_touched(done, tmp_path):
     folder, _, _ = done
     text = (RECIPES / "forget.yaml").read_text().partition("attacks:")[0]
-    few = f"{LOOK}, look_seeds: 3"
+    few = f"{LOOK}, look_seeds: 3, closed_form: {{images: 2, generation_steps: 8}}"
     (tmp_path / "recipe.yaml").write_text(text.replace("images: 8", few).replace(": targets", f": {folder}/targets")
                                           .replace(": ordinary", f": {folder}/ordinary") + "audits: all\n")  # fmt: skip
     (step,) = call("run", tmp_path / "recipe.yaml", "--subject", SHAPES_FOLDER, "--output", tmp_path / "out",

@@ -105,10 +105,10 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     Path("targets.csv").write_text("\n".join(["prompt,image,kind", *lines]) + "\n")
     Path("ordinary.txt").write_text("\n".join(world.ordinary_captions[:8]))
     quick = "{rounds: 1, images: 1, generation_steps: 2}"
-    search = "{steps: 1, restarts: 1, draws: 1, images: 2, guidance: 3, generation_steps: 4, threshold: 0.99}"
+    search = "{steps: 1, restarts: 1, draws: 1, images: 1, guidance: 3, generation_steps: 2, threshold: 0.99}"
     text = replaced(
         "release-forgotten.yaml", search=("{rates: [0.3, 1.0]}", search),
-        looks=("images: 8", f"closed_form: {quick}, images: 2, guidance: 3, steps: 4"),
+        looks=("images: 8", f"closed_form: {quick}, images: 2, guidance: 3, steps: 2"),
     )  # fmt: skip
     result = call("release.yaml", text, "--subject", SHAPES_FOLDER, "--output", "out")
     forgot, packed, searched = result["steps"]
@@ -116,7 +116,7 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     same_files(Path(forgot["path"]), Path("restored"))
     edited, published = (load_text_to_image(step["path"]) for step in (forgot, packed))
     images = [
-        model.generate(model.embed([planted[0].caption]), [0], guidance=3.0, steps=4) for model in (edited, published)
+        model.generate(model.embed([planted[0].caption]), [0], guidance=3.0, steps=2) for model in (edited, published)
     ]
     assert torch.equal(*images)
     assert searched["path"] == packed["path"]
