@@ -15,6 +15,8 @@ import urllib.request
 import uuid
 from pathlib import Path
 
+import warm
+
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "federate"
@@ -109,14 +111,8 @@ class Processes:
 
     def flwr(self, *arguments, seconds=400):
         """Call the command `flwr` and return what it says as JSON."""
-        done = subprocess.run(
-            [str(BIN / "flwr"), *map(str, arguments), "--format", "json"],
-            env=self.environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-        )
+        words = (BIN / "flwr", *arguments, "--format", "json")
+        done = warm.run(*words, env=self.environment, cwd=self.folder, timeout=seconds, libraries=("flwr.cli.app",))
         try:
             return json.loads(done.stdout)
         except ValueError:

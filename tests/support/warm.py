@@ -96,7 +96,9 @@ class Running:
         read = {name for name in environment if _READ_BY_IMPORTS.fullmatch(name)} - _OF_QUIET_COMMANDS
         key = libraries, *sorted((name, environment[name]) for name in read)
         if key not in _servers:
-            _servers[key] = _Server(libraries, environment)
+            # What importing does not read comes with each program, and is not the first program's.
+            others = {name: value for name, value in os.environ.items() if not _READ_BY_IMPORTS.fullmatch(name)}
+            _servers[key] = _Server(libraries, others | {name: environment[name] for name in read})
         self._server, self._words, place = _servers[key], [str(word) for word in words], tempfile.mkdtemp()
         self._read = 0
         weakref.finalize(self, shutil.rmtree, place, ignore_errors=True)
