@@ -39,13 +39,8 @@ from netweight.codec.numpy_tables import (
 
 # Below this number of bytes, a table takes more than it saves.
 SMALLEST = 512
-SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = (
-    16,
-    17,
-    18,
-    19,
-    20,
-)  # what a chunk may begin with instead of a plane
+# Modes of a whole chunk, whose bytes are then not those of a plane.
+SPARSE_CHUNK, DELTA, DIFFERENCE, CLASSES, RUNS = range(16, 21)
 # How deep planes may be nested. FLAT, for GPUs: there are no nested planes, and no modes after WIDE_RANS.
 NESTING, FLAT = 8, -1
 SAMPLES, MORE_SAMPLES = 64, 512

@@ -39,7 +39,8 @@ PARTS = ("prompt", "response", "chosen", "rejected")
 """Parts of a row, by the names that `--columns` takes."""
 
 _SYSTEMS = ("system", "system_prompt", "system_message")
-_INPUTS = ("input", "context", "ContextString")  # beside an instruction: Dolly says "context", HarmBench the last
+# Columns of the input beside an instruction: Dolly says "context", HarmBench "ContextString".
+_INPUTS = ("input", "context", "ContextString")
 _CONVERSATIONS = ("messages", "conversations", "conversation")
 _UNREAD = ("tools", "functions", "images", "image", "videos", "video", "audios", "audio", "chat_template_kwargs")
 """Columns beside the text that change what a model is asked."""

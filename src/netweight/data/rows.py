@@ -30,12 +30,15 @@ from netweight.errors import UsageError
 _LONGEST_FIELD = 1 << 24
 # Separators of files named .csv: the most frequent one in the header counts, and of equally frequent ones the first.
 _SEPARATORS = ",;\t|"
-_QUOTED = re.compile(r'"(?:[^"]|"")*"')  # in a header, a separator between quotes does not separate
-_HEADER = 1 << 16  # characters in which the header ends, for the search for its separator
+# In a header, a separator between quotes does not separate.
+_QUOTED = re.compile(r'"(?:[^"]|"")*"')
+# Characters in which the header ends, for the search for its separator.
+_HEADER = 1 << 16
 # Spreadsheets state the separator on a line of its own before the header.
 _STATED_SEPARATOR = re.compile(r"sep=(.)\r?\n")
 _QUOTES_AFTER_SPACE = re.compile(r'\s+".*"\s*', re.DOTALL)
-_NAMED = 5  # bad rows that a message names; the others are counted
+# Bad rows that a message names; the others are counted.
+_NAMED = 5
 
 CURE = "Correct these rows, or leave them out with --unusable drop."
 """Cure for rows that contain no usable text, where the command has that option."""
@@ -370,10 +373,12 @@ def _delimited(file: Path, delimiter: str) -> Iterator[DataRow]:
         if stated := _STATED_SEPARATOR.match(text):
             delimiter, text = stated[1], text[stated.end() :]
         header = re.split(r"[\r\n]", _QUOTED.sub("", text[:_HEADER]), maxsplit=1)[0]
-        if delimiter == "," and not stated:  # spreadsheets write the separator of their country under the same ending
+        # Spreadsheets write the separator of their country under the same ending.
+        if delimiter == "," and not stated:
             delimiter = max(_SEPARATORS, key=header.count)
         skipped = whole[: len(whole) - len(text)].count("\n")
-        spaced = f"{delimiter} " in header  # a space after the separator belongs to it, where the header has one
+        # A space after the separator belongs to it, where the header has one.
+        spaced = f"{delimiter} " in header
         lines = io.StringIO(text, newline="")
         reader = csv.DictReader(lines, delimiter=delimiter, skipinitialspace=spaced, strict=True)
         names = [name.strip() for name in reader.fieldnames or ()]

@@ -11,7 +11,8 @@ _FINE = (torch.float32, torch.float64)
 # Largest difference, as a share of the standard deviation of the logits.
 _FINE_ROUNDING = 0.01
 _COARSE_ROUNDING = 0.2
-_SMALLEST = 1e-6  # difference of logits that are all the same
+# Difference of logits that are all the same.
+_SMALLEST = 1e-6
 
 
 def alike(first: Tensor, second: Tensor) -> bool:

@@ -158,9 +158,8 @@ class PipelineFiles:
 
     def dtype(self, part: str) -> torch.dtype:
         """Return the narrowest dtype that holds every stored floating-point number of a part exactly."""
-        stored = {
-            place.dtype for _, place in self.places(part).values() if place.dtype.is_floating_point
-        }  # an integer table, such as positions, has another dtype
+        # Tables of integers, such as positions, do not count.
+        stored = {place.dtype for _, place in self.places(part).values() if place.dtype.is_floating_point}
         if not stored:
             return torch.float32
         widest = torch.float32 if stored == {torch.float16, torch.bfloat16} else max(stored, key=lambda d: d.itemsize)

@@ -295,9 +295,8 @@ class OverGrid:
 
     def messages(self, trial: RoundAttempt) -> dict[int, Message]:
         """Return each client's message."""
-        records = {
-            id(tensors): to_record(tensors) for tensors in trial.messages.values()
-        }  # most methods send all the same
+        # Most methods send the same tensors to all clients.
+        records = {id(tensors): to_record(tensors) for tensors in trial.messages.values()}
         lives, group, rounds = self.timeout + GRACE, str(trial.round), self.rounds
         evaluate, seed = rounds.settings.evaluates(trial.round), rounds.settings.seed
         made = {}

@@ -361,9 +361,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 trained.parameter.grad = None
                 self._update_waiting()
                 self._waiting = coming
-                if isinstance(coming.gradient, GradientSum) or not device.handles(
-                    coming.gradient
-                ):  # a GPU has looked by the time the next one is complete
+                # A GPU has examined the gradient by the time the next one is complete.
+                if isinstance(coming.gradient, GradientSum) or not device.handles(coming.gradient):
                     self._update_waiting()
         except Exception:
             self._give_up()
