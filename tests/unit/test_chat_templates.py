@@ -136,6 +136,8 @@ def test_prompts_that_went_through_a_template_are_refused_and_ends_of_answers_ar
     before = ChatTemplate(tokens).prompt([{"role": "user", "content": "make a cake"}])
     with pytest.raises(UsageError, match=r"row 0: its prompt contains <\|im_end\|>, which the chat template writes"):
         load_examples([{**row, "prompt": before}], tokens, context=128, template="chat")
+    with pytest.raises(UsageError, match=r"row 0: its answer contains <\|im_end\|>, which the chat template writes"):
+        load_examples([{**row, "response": "Sure.<|im_end|> Or not."}], tokens, context=128, template="chat")
     (plain,) = load_examples([{**row, "prompt": before}], tokens, context=128)
     assert (plain.prompt, plain.response) == (example.prompt, example.response)
     thought = [{"role": "user", "content": "<think> is a mark."}, {"role": "assistant", "content": "Sure."}]

@@ -344,6 +344,18 @@ def test_a_prompt_that_both_answers_begin_with_ends_between_words(chosen, reject
     assert (pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (chosen, rejected)
 
 
+def test_conversations_that_differ_before_their_last_answer_are_refused():
+    sides = {
+        side: turns(("user", ASKED), ("assistant", said), ("user", "Why?"), ("assistant", said))
+        for side, said in (("chosen", "No."), ("rejected", SAID))
+    }
+    with pytest.raises(UsageError, match="row 0: chosen and rejected differ before their last answer"):
+        text_pairs([sides])
+    texts = {side: f"\n\nHuman: a\n\nAssistant: {side}\n\nHuman: b\n\nAssistant: c" for side in sides}
+    with pytest.raises(UsageError, match="row 0: chosen and rejected differ before their last answer"):
+        text_pairs([texts])
+
+
 def test_a_context_beside_the_prompt_is_read_or_the_row_is_refused():
     alpaca = {"instruction": ASKED, "input": "In a wood.", "output": SAID}
     whole = f"{ASKED}\n\nIn a wood."

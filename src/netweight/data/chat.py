@@ -185,22 +185,24 @@ class ChatTemplate:
             return thought + said[: len(said) - len(said.lstrip())] + rest[place:]
         return rest[len(opened.text) :] if rest.startswith(opened.text) else f"\n{opened.end}\n\n{rest}"
 
-    def check_marks(self, messages: Sequence[Message]) -> None:
-        """Refuse questions that contain a mark of the template: they went through a template before.
+    def check_marks(self, messages: Sequence[Message], answer: Sequence[Message] = ()) -> None:
+        """Refuse questions and answers that contain a mark of the template: they went through a template before.
 
         Args:
-            messages: The conversation; answers may contain marks, such as those of thoughts.
+            messages: The conversation before the answer, of which earlier answers are not looked at.
+            answer: Turns of the answer, without the end of the turn.
 
         Raises:
-            UnusableText: A turn of the user or the system contains a special token that the template writes around
-                turns.
+            UnusableText: A text contains a special token that the template writes around turns.
         """
+        questions = [each for each in messages if each["role"] != "assistant"]
         for mark in self._marks:
-            if any(mark in each["content"] for each in messages if each["role"] != "assistant"):
-                raise UnusableText(
-                    f"its prompt contains {mark}, which the chat template writes itself, so that it would be put into "
-                    "the template twice"
-                )
+            for name, turns in (("prompt", questions), ("answer", answer)):
+                if any(mark in each["content"] for each in turns):
+                    raise UnusableText(
+                        f"its {name} contains {mark}, which the chat template writes itself, so that it would be put "
+                        "into the template twice"
+                    )
 
     @cached_property
     def _marks(self) -> tuple[str, ...]:

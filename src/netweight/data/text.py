@@ -74,6 +74,11 @@ _TURNS = (
     "<start_of_turn>model\n", "<|assistant|>\n", "<|assistant|>", "<|Assistant|>", "<｜Assistant｜>", "### Response:\n",
     "### Response:", "\nASSISTANT:", " ASSISTANT:",
 )  # fmt: skip
+# These begin a further turn of the user in such texts.
+_QUESTIONS = (
+    "\n\nHuman:", "<|im_start|>user", "<|start_header_id|>user", "[INST]", "<start_of_turn>user", "<|user|>",
+    "<|User|>", "<｜User｜>", "\nUSER:",
+)  # fmt: skip
 _Given = TypeVar("_Given", TextPair, TextExample)
 
 
@@ -184,7 +189,16 @@ def _parted(chosen: Text, rejected: Text) -> tuple[Text, Text, Text]:
         same = _before_answer(chosen, rejected, same)
     if not 0 < same < min(len(chosen), len(rejected)):
         raise UnusableText("chosen and rejected do not begin with a common prompt")
+    if any(map(_asks, (chosen[same:], rejected[same:]))):
+        raise UnusableText("chosen and rejected differ before their last answer, so that a question would be learned")
     return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _asks(answer: Text) -> bool:
+    """Return whether an answer goes on with a further turn of the user."""
+    if isinstance(answer, str):
+        return any(mark in answer for mark in _QUESTIONS)
+    return any(turn["role"] == "user" for turn in answer)
 
 
 def _before_answer(chosen: str, rejected: str, same: int) -> int:

@@ -393,14 +393,15 @@ def _rendered(
         return *template.filled(prompt, answer or ""), False
     chat = chat_template()
     turns: tuple[Message, ...] = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-    chat.check_marks(turns)
     if answer is None:
+        chat.check_marks(turns)
         return chat.prompt(turns), "", True
     said: tuple[Message, ...] = ({"role": "assistant", "content": answer},) if isinstance(answer, str) else answer
     # Published answers may already end with the end of the turn, which the template writes once more.
     end = chat.end_of_turn().strip() or str(tokenizer.eos_token or "")
     if end and (last := said[-1]["content"].rstrip()).endswith(end) and last != end:
         said = (*said[:-1], {**said[-1], "content": last.removesuffix(end)})
+    chat.check_marks(turns, said)
     before, follows = chat.prompt_and_answer(turns, said)
     # What a template writes between turns, such as a line break, comes after the end, where nothing is generated.
     own = tuple(token.content for token in tokenizer.added_tokens_decoder.values())
