@@ -1,6 +1,7 @@
 """`netweight init`: recipes that can be run where they are written, for a model of one's own by its kind."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -119,6 +120,11 @@ def test_the_plan_says_what_a_run_will_take(here):
     assert not Path("out").exists()
     assert CliRunner().invoke(netweight, ["run", "recipe.yaml"]).exit_code == 0
     Path("recipe.yaml").write_text("subject: model\ntreatments: [compress: {level: max}]\noutput: out\n")
+    answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan"])
+    assert re.search(r"time: unknown: an earlier run took \d+ s with another value of level", answer.output)
+    shutil.copytree("model", "larger")
+    Path("larger", "notes.md").write_text("Of the team.\n" * 100)
+    Path("recipe.yaml").write_text("subject: larger\ntreatments: [compress]\noutput: out\n")
     answer = CliRunner().invoke(netweight, ["run", "recipe.yaml", "--plan"])
     assert "time: about 0.0 minutes (an earlier run took" in answer.output
 

@@ -44,6 +44,15 @@ def test_a_sound_folder_may_be_published_and_the_command_is_printed(model):
     assert "hf upload OWNER/net net" in text
 
 
+def test_a_card_that_was_edited_in_a_compressed_folder_is_named_with_the_cure(model):
+    call("compress", "model", "net", "--card")
+    with (model.parent / "net" / CARD).open("a") as card:
+        card.write("\nContact: the team\n")
+    text = " ".join(call("publish", "net", code=1).split())
+    assert "README.md: its digest is not the recorded one" in text
+    assert "repeat netweight report RUN --card net" in text
+
+
 def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
     faults = {
         "the check 'a license is stated' did not pass": lambda: (model / CARD).write_text("# My model\n"),
@@ -53,9 +62,12 @@ def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
         "files that contain paths of this machine is 1": lambda: (model / "generation_config.json").write_text(
             json.dumps({"_name_or_path": "/home/me/models/mine"})
         ),
-        "weight files that are damaged is 1": lambda: (model / "extra.safetensors").write_bytes(b"nothing"),
+        "files that are damaged or were changed is 1": lambda: (model / "extra.safetensors").write_bytes(b"nothing"),
     }
-    assert "Publish, because" in call("publish", "model")
+    untested = call("publish", "model")
+    assert "No test of this model is recorded in its card." in untested
+    assert "targets are met." in untested
+    assert "Publish, because" not in untested
     for name, spoil in faults.items():
         before = {file: file.read_bytes() for file in model.iterdir()}
         spoil()

@@ -78,7 +78,10 @@ def run(
         done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
     except KeyboardInterrupt:
         if plan.recipe.output.exists():
-            output.warn(f"The finished work is kept in {plan.recipe.output}. The same command continues from there.")
+            output.warn(
+                f"The finished steps and checkpoints are kept in {plan.recipe.output}. The same command continues "
+                "after the last of them; a step without checkpoints begins again."
+            )
         raise
     page = plan.recipe.output / "report.html"
     continued = [_continued(entry) for entry in done if entry.continued]
@@ -223,7 +226,8 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
         from netweight.plugins.model_card import worse_verdict
 
         output.line(f"Card: {card}")
-        output.line(f"Next: {shell_line('netweight', 'publish', model)}")
+        if not verdict.failed:
+            output.line(f"Next: {shell_line('netweight', 'publish', model)}")
         if worse := worse_verdict(model, verdict.publish):
             output.warn(worse)
     output.verdict(verdict)

@@ -58,15 +58,28 @@ def publish(settings: PublishSettings, context: Context, folder: Path) -> Result
     verdict = decide(section)
     stated = verdict_of(folder) or "no verdict in the card"
     lines = [f"{folder}: license {license_of(folder) or 'not stated'}; {stated}"]
+    untested = _untested(folder)
+    if untested:
+        lines.append(
+            "No test of this model is recorded in its card. The checks below are about its files and say nothing about "
+            "what the model does."
+        )
     lines += [f"  {name}" for finding in section.findings for name in finding.detail.get("which", ())[:_SHOWN]]
     name = settings.to or f"OWNER/{folder.resolve().name}"
     steps = () if verdict.failed else (shell_line("hf", "upload", name, folder),)
     if settings.to is None:
-        return Result(lines, [section], {"folder": str(folder)}, next=steps)
+        return Result(lines, [section], {"folder": str(folder)}, next=steps, advises=not untested)
     if verdict.failed:
         return Result(lines, [section], {"folder": str(folder), "uploaded": None})
     url = upload(folder, settings.to, private=settings.private, message=settings.message)
-    return Result([*lines, f"Uploaded: {url}"], [section], {"folder": str(folder), "uploaded": url})
+    return Result(
+        [*lines, f"Uploaded: {url}"], [section], {"folder": str(folder), "uploaded": url}, advises=not untested
+    )
+
+
+def _untested(folder: Path) -> bool:
+    """Return whether neither a card's verdict nor a record of a treatment says what was tested."""
+    return verdict_of(folder) is None and not entries_of(folder)
 
 
 def check(folder: Path, progress: Progress) -> list[Finding]:
@@ -141,13 +154,13 @@ def _tested_weights(folder: Path, progress: Progress) -> list[Finding]:
 
 
 def _digests(folder: Path, progress: Progress) -> Finding:
-    """Return whether weight files can be read, and those of a compressed folder have their digests."""
-    name = "weight files that are damaged"
+    """Return whether weight files can be read, and all files of a compressed folder have their digests."""
+    name = "files that are damaged or were changed"
     bad: list[str] = []
     files = sorted(folder.rglob("*.safetensors"))
     if (folder / MANIFEST).exists():
         try:
-            bad += [each.name for each in verify(folder, progress=progress) if each.passed is False]
+            bad += [_damage(folder, each) for each in verify(folder, progress=progress) if each.passed is False]
         except NetweightError as error:
             bad.append(str(error))
     else:
@@ -160,6 +173,15 @@ def _digests(folder: Path, progress: Progress) -> Finding:
     if not files:
         return Finding(name, None, target=0, better="lower", detail={"reason": "there is no .safetensors file"})
     return Finding(name, len(bad), n=len(files), better="lower", target=0, detail={"which": bad})
+
+
+def _damage(folder: Path, finding: Finding) -> str:
+    """Return what `verify` found, with the cure where it is the card that was edited."""
+    which = ", ".join(str(name) for name in finding.detail.get("which", ()))
+    text = f"{finding.name}: {which}" if which else finding.name
+    if CARD in text:
+        text += f" (a card that was edited after it was written: repeat netweight report RUN --card {folder})"
+    return text
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[str]:

@@ -92,6 +92,12 @@ def resistance_section(
     warnings = [f"{subject}, {attack}, could not be run: {reason}" for subject, attack, reason in sweep.failures]
     if stopped:
         warnings.append(f"The time limit ended the search on: {', '.join(stopped)}. Their costs are upper bounds.")
+    # Fixed attacks can refute a defense, but a searching attacker usually needs fewer steps than they do.
+    conditions = (
+        [f"search for attacks with grid adaptive: the {len(base)} fixed attacks of this run are only a first look"]
+        if defended and not searched
+        else []
+    )
     figures = [draw(sweep, subjects, config.harmful) for draw in (survival_figure, steps_figure, score_figure)]
     return Section(
         title,
@@ -110,4 +116,5 @@ def resistance_section(
         conclusion=" ".join(words),
         outcome=worst(outcome for outcome, _ in verdicts.values()),
         warnings=warnings,
+        conditions=conditions,
     )

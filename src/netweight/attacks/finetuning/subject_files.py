@@ -226,8 +226,9 @@ def part_by_prompt(
         groups.setdefault(same if example.prompt else (example.prompt, example.response), []).append(row)
     if len(groups) < 2:
         raise UsageError(
-            f"The {name} has one prompt, so nothing could be held out of the attack.",
-            cure="Give rows with different prompts.",
+            f"All {len(examples)} rows of {name} have the same prompt for the model's tokenizer, so none could be held "
+            "out of the attack.",
+            cure="Give rows whose prompts differ in tokens; unknown words are all alike to a tokenizer.",
         )
     order = torch.randperm(len(groups), generator=torch_generator(seed, "held out")).tolist()
     count = min(max(1, round(share * len(groups))), len(groups) - 1)
