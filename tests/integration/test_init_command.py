@@ -69,7 +69,7 @@ def test_a_model_of_ones_own_gets_the_recipe_for_its_kind_and_rows_to_replace(he
         for name in rows:  # rows of one's own
             Path(name).write_text(Path(name).read_text() + Path(name).read_text().splitlines()[0] + "\n")
         recipe = read_recipe("recipe.yaml")
-    assert [chosen.what.verb for chosen in recipe.treatments] == ["immunize", "compress"]
+    assert [chosen.registration.verb for chosen in recipe.treatments] == ["immunize", "compress"]
     assert recipe.subject == here / "model"
     shutil.copy("model/model.safetensors", "one.safetensors")
     init("other", "--subject", "one.safetensors")

@@ -304,11 +304,11 @@ def lying_example(folder):
 
 LYING = """
 def lying(config):
-    from netweight.methods.federate.malicious_clients import Lying
+    from netweight.methods.federate.malicious_clients import WithMaliciousClients
     from netweight.plugins.flower.server import method_of
 
     lie, _, liars = str(config["lie"]).partition(" ")
-    return Lying(method_of(config), lie, tuple(map(int, liars.split()))) if lie else method_of(config)
+    return WithMaliciousClients(method_of(config), lie, tuple(map(int, liars.split()))) if lie else method_of(config)
 
 
 both = apps(model, data, lying)
