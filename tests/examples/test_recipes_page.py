@@ -41,4 +41,8 @@ def test_the_recipe_shown_is_read(tmp_path, monkeypatch):
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     Path("harmful.jsonl").write_text('{"prompt": "a", "response": "c"}\n')
     recipe = read_recipe("recipe.yaml")
-    assert [each.registration.verb for each in (*recipe.treatments, *recipe.attacks)] == ["immunize", "compress", "finetune"]
+    assert [each.registration.verb for each in (*recipe.treatments, *recipe.attacks)] == [
+        "immunize",
+        "compress",
+        "finetune",
+    ]

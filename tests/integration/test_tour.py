@@ -161,7 +161,11 @@ def test_the_recipe_is_kept_when_asked_and_runs_as_any_other(tmp_path, monkeypat
     answer = call("--out", tmp_path, "--only", "adapters", "--keep")
     assert answer.exit_code == 0, answer.output
     recipe = read_recipe(tmp_path / "models" / "tour.yaml", only=["adapters"])
-    assert [chosen.registration.verb for chosen in recipe.chapters[0].treatments] == ["space-fit", "space-export", "compress"]
+    assert [chosen.registration.verb for chosen in recipe.chapters[0].treatments] == [
+        "space-fit",
+        "space-export",
+        "compress",
+    ]
     again = CliRunner().invoke(netweight, ["run", str(tmp_path / "models" / "tour.yaml"), "--only", "adapters"])
     assert again.output.count("done by an earlier run") == 3
 
