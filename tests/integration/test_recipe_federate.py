@@ -43,7 +43,7 @@ def test_a_federation_is_trained_attacked_and_remembered(call):
     assert (Path(step["path"]) / CHECKPOINT).is_file()
     accuracy, seen = read_report("out").sections
     assert (accuracy.missing_audits, len(accuracy.figures)) == ((), 1)
-    assert "Exposure to the server" == seen.title
+    assert seen.title == "1. federate: Exposure to the server"
     assert "done by an earlier run" in call("--plan").stdout
     (again,) = json.loads(call("--json").stdout)["steps"]
     assert again["from_ledger"] is True
