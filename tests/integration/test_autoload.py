@@ -42,6 +42,8 @@ IMPORTED = (
     "transformers:AutoModel,BertModel,PreTrainedModel,PreTrainedTokenizerFast,Trainer", "transformers.modeling_utils",
 )  # fmt: skip
 FEW = ("torch", "transformers:AutoModel,BertModel")  # for a place of its own in the environment
+# The same, in a process that began with loading switched off: the switch is read when torch is imported.
+SWITCHED_OFF = FEW[::-1]
 
 
 def run(place, program, *, cold=False, **environment):
@@ -51,7 +53,7 @@ def run(place, program, *, cold=False, **environment):
     quiet = {"TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"}  # set where a command ran in this process before
     inherited = {name: value for name, value in os.environ.items() if name not in switches | quiet}
     inherited |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment
-    libraries = () if cold else FEW if environment else IMPORTED
+    libraries = () if cold else SWITCHED_OFF if switches & environment.keys() else FEW if environment else IMPORTED
     answer = warm.run("-c", program, env=inherited, cwd=place, libraries=libraries)
     return answer.stdout.splitlines(), answer.stderr
 

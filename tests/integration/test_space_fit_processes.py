@@ -66,7 +66,7 @@ def shards_of(file):
 
 def test_shards_in_processes_of_their_own_are_summed(file, tmp_path):
     engine = functools.partial(local_processes, workers=2)
-    settings = {**streamed_rows.SETTINGS, "most": 1}
+    settings = {**streamed_rows.SETTINGS, "most_passes": 1}
     found = fit_shards(shards_of(file), 5, folder=tmp_path / "kept", engine=engine, **settings)
     assert_same(found, fit_streaming(MatrixFile(file), 5, **settings))
 

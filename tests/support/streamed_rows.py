@@ -13,7 +13,7 @@ from netweight.nn.matrix import MatrixFile
 from netweight.nn.pca import BasisFit
 
 ROWS_PER_BLOCK = 20
-SETTINGS = {"standardize": True, "most": 3, "tolerance": 0.0}
+SETTINGS = {"standardize": True, "most_passes": 3, "tolerance": 0.0}
 
 
 class Mortal:

@@ -214,7 +214,7 @@ def test_backbones_that_cannot_be_loaded(sources, tmp_path, monkeypatch):
     monkeypatch.delenv("NETWEIGHT_DATA", raising=False)
     with pytest.raises(MissingExtra, match=r"cifar10_resnet20\.safetensors"):
         adapted_resnet20()
-    with pytest.raises(UsageError, match="is a vit, no ResNetModel"):
+    with pytest.raises(UsageError, match="is a vit, not a ResNetModel"):
         adapted_resnet(sources / "vit", 7, normalized_by=CIFAR_MEAN_STD)
     with pytest.raises(UsageError, match=r"missing cannot be loaded"):
         adapted_vit(tmp_path / "missing", 7, normalized_by=CIFAR_MEAN_STD)

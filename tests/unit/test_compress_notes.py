@@ -79,7 +79,7 @@ def test_a_training_checkpoint_says_what_was_only_copied(tmp_path):
     (source / "rng_state.pth").write_bytes(bytes(2_000))
     summary = compress_folder(source, tmp_path / "net")
     notes = " ".join(summary.notes())
-    assert "optimizer.pt (40 kB)" in notes
+    assert "optimizer.pt (40.0 kB)" in notes
     assert "The folder as a whole went from" in notes
     assert summary.folder_nbytes - summary.nbytes == sum(summary.carried.values()) > 42_000
     assert next(iter(summary.carried)) == "optimizer.pt"

@@ -168,7 +168,7 @@ def test_a_gguf_beside_is_copied_and_said(tmp_path):
     source = transformers_folder(tmp_path / "m")
     (source / "model.Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(20_000))
     summary = compress_folder(source, tmp_path / "net")
-    assert "model.Q4_K_M.gguf (20 kB)" in " ".join(summary.notes())
+    assert "model.Q4_K_M.gguf (20.0 kB)" in " ".join(summary.notes())
     assert (tmp_path / "net/model.Q4_K_M.gguf").read_bytes() == (source / "model.Q4_K_M.gguf").read_bytes()
 
 

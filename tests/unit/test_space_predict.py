@@ -96,5 +96,5 @@ def test_classes_are_read_as_chances(bank):
     ]
     assert all(0 <= found.values[name]["side"] <= 1 for name in opened.names[:2])
     wrong = Adapter({"unet.a.to_q": LowRank(torch.ones(1, 7), torch.ones(6, 1))})
-    with pytest.raises(UsageError, match=r"unet.a.to_q, which the bank does not in this shape"):
+    with pytest.raises(UsageError, match=r"unet.a.to_q, which the bank does not change in this shape"):
         predict(opened, labels, ["side"], {"wrong": wrong}, folds=2)

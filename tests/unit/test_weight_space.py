@@ -292,7 +292,7 @@ def test_what_cannot_be_fitted_is_named():
     for how in ({"components": 0}, {"representation": "B"}, {"solver": "svd"}, {"sketch": 0}, {"passes": 0}):
         with pytest.raises(UsageError, match=next(iter(how))):
             WeightSpace.fit(bank_of(adapters), **how)
-    with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, others 1"):
+    with pytest.raises(UsageError, match=r"'person-1' has rank 2 in unet.mid.to_q, but others have rank 1"):
         WeightSpace.fit(bank_of(adapters), components=2, representation="factors")
     bad = bank_of(adapters)
     bad.stack(6, 7).up["unet.up.to_q"][0, 2, 0] = float("nan")

@@ -75,8 +75,8 @@ class NearestAdapters:
     def __post_init__(self) -> None:
         if self.numbers.ndim != 2 or self.numbers.shape != self.similarities.shape or self.numbers.dtype.kind != "i":
             raise UsageError(
-                f"NearestAdapters {self.numbers.shape} of type {self.numbers.dtype} do not fit similarities "
-                f"{self.similarities.shape}.",
+                f"Indices of nearest adapters with shape {self.numbers.shape} and type {self.numbers.dtype} do not "
+                f"fit similarities {self.similarities.shape}.",
                 cure="Give whole numbers and similarities of one shape (n, m).",
             )
         _check_finite("A similarity", self.similarities)
@@ -275,7 +275,7 @@ def _check_label(name: str, values: Sequence[Any], n: int) -> None:
 def _check_neighbors(what: str, neighbors: NearestAdapters, n: int, adapters: int) -> None:
     if len(neighbors.numbers) != n or (neighbors.numbers < 0).any() or (neighbors.numbers >= adapters).any():
         raise UsageError(
-            f"NearestAdapters of {what} contain numbers of adapters outside of 0 to {adapters - 1}."
+            f"The nearest adapters of {what} have indices outside 0 to {adapters - 1}."
             if len(neighbors.numbers) == n
             else f"There are neighbors of {len(neighbors.numbers)} points, and {what} has {n}.",
             cure=f"Give {n} rows of numbers of adapters.",
