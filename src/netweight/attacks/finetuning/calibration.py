@@ -101,11 +101,15 @@ def calibrate(
         )
     best = max(each.score for result in useful for each in result.curve)
     if best - first.score < LEAST_GAIN:
+        useless = len(runs) - len(useful)
+        left_out = (
+            f" {useless} of {len(runs)} attacks are not counted, because they made the model useless for other prompts."
+        )
         raise NoThreshold(
             f"No attack has an effect on {name}: its score on {domain} rows is {first.score:.3f} before and at best "
-            f"{best:.3f} afterwards.",
-            cure="Give a threshold (--threshold) or stronger attacks (--max-steps, --lr), or check that the "
-            "rows contain the guarded behavior.",
+            f"{best:.3f} afterwards.{left_out if useless else ''}",
+            cure="Give a threshold (--threshold), stronger attacks (--max-steps, --lr) or more rows, or check that the "
+            "rows contain the guarded behavior. In a recipe these settings are threshold, max_steps and lr.",
             **how,
         )
     model = make_subject(undefended.factory, undefended.arguments)
