@@ -247,7 +247,7 @@ def test_bad_input_is_named_before_any_attack(case, tmp_path):
         subject_from_files(str(tmp_path / "broken"), str(case / "harmful.jsonl"))
     assert "no column 'response'" in refused("--harmful", str(tmp_path / "other.jsonl"))
     write(tmp_path / "one.jsonl", [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}])
-    assert "one prompt" in refused("--harmful", str(tmp_path / "one.jsonl"))
+    assert "have the same prompt" in " ".join(refused("--harmful", str(tmp_path / "one.jsonl")).split())
     assert "not a list of numbers" in refused("--lr", "fast")
     assert "Give --engine ray" in refused("--address", "auto")
     (tmp_path / "nothing").mkdir()

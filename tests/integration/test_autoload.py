@@ -42,18 +42,20 @@ IMPORTED = (
     "transformers:AutoModel,BertModel,PreTrainedModel,PreTrainedTokenizerFast,Trainer", "transformers.modeling_utils",
 )  # fmt: skip
 FEW = ("torch", "transformers:AutoModel,BertModel")  # for a place of its own in the environment
-# The same, in a process that began with loading switched off: the switch is read when torch is imported.
-SWITCHED_OFF = FEW[::-1]
 
 
 def run(place, program, *, cold=False, **environment):
     """Run a program in a process of its own, with the entry points installed; what it printed, and its errors."""
     paths = [str(place / "installed"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     switches = {"NETWEIGHT_AUTOLOAD", "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    quiet = {"TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"}  # set where a command ran in this process before
+    quiet = {
+        "TRANSFORMERS_VERBOSITY",
+        "DIFFUSERS_VERBOSITY",
+        "_NETWEIGHT_QUIET",
+    }  # set where a command ran in this process before
     inherited = {name: value for name, value in os.environ.items() if name not in switches | quiet}
     inherited |= {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"} | environment
-    libraries = () if cold else SWITCHED_OFF if switches & environment.keys() else FEW if environment else IMPORTED
+    libraries = () if cold else FEW if environment else IMPORTED
     answer = warm.run("-c", program, env=inherited, cwd=place, libraries=libraries)
     return answer.stdout.splitlines(), answer.stderr
 

@@ -34,7 +34,10 @@ ALL = (
 )  # fmt: skip
 COMPRESSION = ("torch", "netweight.cli", "netweight.methods.compress.compress_folder", "netweight.labels.measure")
 _READ_BY_IMPORTS = re.compile("HOME|PATH|PYTHONPATH|(CUDA|HF|HUGGING|MPL|OMP|MKL|THP|TORCH|XDG|NETWEIGHT_AUTOLOAD).*")
-_OF_QUIET_COMMANDS = {"HF_HUB_DISABLE_PROGRESS_BARS", "TORCH_LOGS"}  # set by a command that a test calls, for good
+# Set by a command that a test calls, for good.
+_OF_QUIET_COMMANDS = {
+    "HF_HUB_DISABLE_PROGRESS_BARS", "TORCH_LOGS", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY", "_NETWEIGHT_QUIET",
+}  # fmt: skip
 
 
 class _Server:
@@ -97,7 +100,11 @@ class Running:
         key = libraries, *sorted((name, environment[name]) for name in read)
         if key not in _servers:
             # What importing does not read comes with each program, and is not the first program's.
-            others = {name: value for name, value in os.environ.items() if not _READ_BY_IMPORTS.fullmatch(name)}
+            others = {
+                name: value
+                for name, value in os.environ.items()
+                if not _READ_BY_IMPORTS.fullmatch(name) and name not in _OF_QUIET_COMMANDS
+            }
             _servers[key] = _Server(libraries, others | {name: environment[name] for name in read})
         self._server, self._words, place = _servers[key], [str(word) for word in words], tempfile.mkdtemp()
         self._read = 0
