@@ -28,7 +28,10 @@ def call(*arguments):
 
 @pytest.fixture(scope="module")
 def toured(tmp_path_factory):
-    """A tour that was killed in its second chapter, interrupted in its third, and finished: folder, last output, and what the folder held."""
+    """A tour that was killed in its second chapter, interrupted in its third, and finished.
+
+    Its folder, its last output, and what the folder held then.
+    """
     if ABSENT:
         pytest.skip(f"not installed: {', '.join(ABSENT)}, of the tour extra")
     out = tmp_path_factory.mktemp("toured") / "tour"
@@ -62,7 +65,7 @@ def test_an_interrupted_tour_goes_on_and_leaves_only_its_report(toured):
 
 
 def test_what_the_tour_shows(toured):
-    out, result = toured
+    out, result, _ = toured
     named = {finding["name"]: finding for finding in result["findings"]}
     assert named["hyperfl: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
     assert named["fedavg: gradient recovered, 1 step of batch 1, first round"]["value"] > 0.99
