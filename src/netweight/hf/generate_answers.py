@@ -2,8 +2,9 @@
 
 A cache and padding are means to be fast, and must not change an answer. The code of some families in transformers does
 change it: positions are counted otherwise with a cache, a window of the configuration cuts the cache and not the
-attention, or a recurrent state sees padding. So the logits of two rows of each batch are compared with those without a
-cache and padding. If they differ by more than rounding, the model generates without padding, or else without a cache.
+attention, or a recurrent state sees padding. So the logits of two rows of a batch are compared with those without a
+cache and padding, unless a row with as many tokens and one with as much padding were compared before. If they differ
+by more than rounding, the model generates without padding, or else without a cache.
 """
 
 from __future__ import annotations
@@ -48,8 +49,34 @@ class _Way:
 
 
 _WAYS = (_Way(cached=True, padded=True), _Way(cached=True, padded=False), _Way(cached=False, padded=False))
-# Model → the first of these ways that has not been found to change answers.
-_first_way: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+
+
+@final
+@dataclass
+class _Comparisons:
+    """Results of earlier comparisons of a model's logits with those without a cache and padding."""
+
+    first: int = 0
+    """Place in `_WAYS` of the first way that has not been found to change answers."""
+    most_tokens: int = 0
+    """Tokens of the longest row that was the same, its answer included."""
+    most_padding: int = 0
+    """Padding of the row with most padding that was the same."""
+
+    def cover(self, tokens: int, padding: int) -> bool:
+        """Return whether rows with as many tokens and as much padding were compared."""
+        return tokens <= self.most_tokens and padding <= self.most_padding
+
+    def add(self, tokens: int, padding: int) -> None:
+        """Add a row that was the same."""
+        self.most_tokens, self.most_padding = max(tokens, self.most_tokens), max(padding, self.most_padding)
+
+    def drop(self, way: int) -> None:
+        """Drop a way that changes answers; what was compared with it says nothing about the next one."""
+        self.first, self.most_tokens, self.most_padding = way + 1, 0, 0
+
+
+_compared: WeakKeyDictionary[nn.Module, _Comparisons] = WeakKeyDictionary()
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[int, ...]:
@@ -109,13 +136,14 @@ def generate_answers(
             raise UsageError(f"Prompt {row} is empty, so there is nothing to generate from.")
     stops = sorted(set(ends))
     own = hasattr(model, "generate") and hasattr(model, "generation_config")
-    first = max(_first_way.get(model, 0), 2 if not own else 0 if hides_padding(model) else 1)
+    compared = _compared.setdefault(model, _Comparisons())
+    first = max(compared.first, 2 if not own else 0 if hides_padding(model) else 1)
     with evaluating(model):
         for number, way in enumerate(_WAYS[first:], start=first):
-            answers = _by(way, model, prompts, new_tokens, stops, pad_id)
+            answers = _by(way, model, prompts, new_tokens, stops, pad_id, compared)
             if answers is not None:
                 return answers
-            _first_way[model] = number + 1
+            compared.drop(number)
             if not _WAYS[number + 1].cached:
                 warnings.warn(
                     f"{type(model).__name__} answers otherwise with a key-value cache than without one, so it "
@@ -132,8 +160,9 @@ def _by(
     new_tokens: int,
     stops: list[int],
     pad_id: int | None,
+    compared: _Comparisons,
 ) -> list[list[int]] | None:
-    """Generate in one way; None if it changes an answer."""
+    """Generate in one way, and add what is the same to `compared`; None if the way changes an answer."""
     answers: list[list[int]] = [[] for _ in prompts]
     alone = way.cached and getattr(getattr(model, "config", None), "model_type", None) in _ALONE
     for rows in _batches(prompts, padded=way.padded, most_rows=1 if alone else _BATCH_ROWS):
@@ -149,8 +178,13 @@ def _by(
             answers[row] = tokens[:stop]
         if seen is not None:
             for place, logits in seen.by_row().items():
-                if not _as_without_cache(model, batch[place], made[place], logits, set(stops)):
+                answer = made[place][: len(answers[rows[place]]) + 1]  # with its end
+                tokens, padding = len(batch[place]) + len(answer), len(batch[0]) - len(batch[place])
+                if compared.cover(tokens, padding):
+                    continue
+                if not _as_without_cache(model, batch[place], answer, logits):
                     return None
+                compared.add(tokens, padding)
     return answers
 
 
@@ -176,14 +210,11 @@ class _Logits:
         return {row: torch.stack([step[place] for step in self._steps]) for place, row in enumerate(self._rows)}
 
 
-def _as_without_cache(
-    model: Any, prompt: Sequence[int], tokens: Sequence[int], logits: Tensor, stops: set[int]
-) -> bool:
-    """Return whether logits, of shape `(steps, V)`, are those without a cache and padding, up to the answer's end."""
-    count = next((place + 1 for place, token in enumerate(tokens) if token in stops), len(tokens))
-    ids = torch.tensor([[*prompt, *tokens[: count - 1]]], device=logits.device)
-    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=count)
-    return alike(output.logits[0, -count:], logits[:count])
+def _as_without_cache(model: Any, prompt: Sequence[int], answer: Sequence[int], logits: Tensor) -> bool:
+    """Return whether an answer's logits, of shape `(steps, V)`, are those without a cache and padding."""
+    ids = torch.tensor([[*prompt, *answer[:-1]]], device=logits.device)
+    output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=len(answer))
+    return alike(output.logits[0, -len(answer) :], logits[: len(answer)])
 
 
 def _batches(prompts: Sequence[Sequence[int]], *, padded: bool, most_rows: int) -> Iterator[list[int]]:

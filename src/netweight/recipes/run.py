@@ -280,7 +280,7 @@ def estimates(plan: Plan) -> list[Estimate]:
         if not earlier:
             results.append(Estimate(None, f"unknown: no earlier run of this recipe recorded it for {step.verb}"))
             continue
-        row, settings = earlier[-1], step.choice.settings.to_json()
+        row, settings = earlier[-1], step.choice.values
         same = [each for each in earlier if each.get("settings") == settings]
         if not same:
             others = [name for name, value in settings.items() if row.get("settings", {}).get(name) != value]
@@ -492,7 +492,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
                     attacked = attack.choice.registration.on(target, attack.choice.settings, progress).sections
                 continued = _continued([], account)
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began,
-                       "settings": attack.choice.settings.to_json()}  # fmt: skip
+                       "settings": attack.choice.values}  # fmt: skip
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
             yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions, continued)
@@ -518,7 +518,7 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
     if not path.exists():
         step.choice.registration.apply(source, path, step.choice.settings, progress)
     row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source),
-           "settings": step.choice.settings.to_json()}  # fmt: skip
+           "settings": step.choice.values}  # fmt: skip
     job.record(LEDGER, {**row, "result": digest_of(path, progress)}, key=key)
     return False
 
