@@ -630,12 +630,24 @@ def check_destination(destination: str | Path, *, overwrite: bool | None = False
         UsageError: Another process is making it, or the folder that it should lie in does not exist.
     """
     destination = Path(destination)
-    work = folder or work_of(destination)
+    settle_publication(destination, folder or work_of(destination))
+    refuse_existing(destination, overwrite=overwrite)
+
+
+def settle_publication(destination: Path, work: Path) -> None:
+    """Finish or undo a publication that a kill cut short, and remove what is left of its job.
+
+    Args:
+        destination: The folder that was made.
+        work: Where its job lives; it need not exist.
+
+    Raises:
+        UsageError: Another process is making the folder.
+    """
     refuse_planted(work)
     if work.is_dir():
         with naming_failures(destination), Job._locked(work, destination, None, "", _STATE):
             pass
-    refuse_existing(destination, overwrite=overwrite)
 
 
 def differences(held: Any, present: Any, path: str = "") -> list[tuple[str, Any, Any]]:

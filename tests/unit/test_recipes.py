@@ -146,6 +146,21 @@ def test_a_run_stopped_between_a_result_and_its_record_takes_the_result(here):
     assert "repeat" not in toy_treatment.CALLS
 
 
+@pytest.mark.parametrize("suffix", ["part", "work"])
+def test_a_run_killed_while_a_result_was_put_in_its_place_leaves_nothing_beside_it(here, suffix):
+    """The result is there and without a record, and the job that made it had not removed itself."""
+    made = run(Plan.of(read_recipe(write(GOOD))))[0].path
+    (here / "out" / "ledger.jsonl").unlink()
+    job = made.with_name(f".{made.name}.netweight-{suffix}")
+    job.mkdir()
+    (job / "job.lock").touch()
+    (job / "repeat.json").write_text("{}")
+    (job / "publishing.json").write_text(json.dumps({"version": 1, "tree": 1, "target": f"../{made.name}"}))
+    run(Plan.of(read_recipe("recipe.yaml")))
+    assert not job.exists()
+    assert made.read_text() == "abcabc"
+
+
 def test_a_result_changed_by_another_hand_is_refused():
     done = run(Plan.of(read_recipe(write(GOOD))))
     done[0].path.write_text("no longer what was audited")

@@ -178,13 +178,13 @@ def _by(
             answers[row] = tokens[:stop]
         if seen is not None:
             for place, logits in seen.by_row().items():
-                answer = made[place][: len(answers[rows[place]]) + 1]  # with its end
-                tokens, padding = len(batch[place]) + len(answer), len(batch[0]) - len(batch[place])
-                if compared.cover(tokens, padding):
+                with_end = made[place][: len(answers[rows[place]]) + 1]
+                length, padding = len(batch[place]) + len(with_end), len(batch[0]) - len(batch[place])
+                if compared.cover(length, padding):
                     continue
-                if not _as_without_cache(model, batch[place], answer, logits):
+                if not _as_without_cache(model, batch[place], with_end, logits):
                     return None
-                compared.add(tokens, padding)
+                compared.add(length, padding)
     return answers
 
 

@@ -14,12 +14,13 @@ from typing import Any, TypeAlias, final
 
 from tqdm import tqdm
 
+from netweight.core.atomic_writes import part_of, work_of
 from netweight.core.digests import digest_config, digest_file
 from netweight.core.engines import local_processes, send_message
 from netweight.core.progress import QUIET, Event, Progress
 from netweight.core.work_account import WorkAccount, work_account
 from netweight.errors import CorruptBlob, NetweightError
-from netweight.job import Job
+from netweight.job import Job, settle_publication
 from netweight.recipes.recipe import Choice, Recipe
 from netweight.registry import Attack, Method, Target, conditions_of, with_conditions
 from netweight.report.audit import of_treatment, run_audits
@@ -514,8 +515,11 @@ def _treat(step: Step, key: Key, source: Path, path: Path, job: Job, progress: P
             )
         return True
     began = time.monotonic()
-    # If the process was killed between the two, the path exists without a record.
-    if not path.exists():
+    # If the process was killed between the two, the path exists without a record, and perhaps beside its job.
+    if path.exists():
+        for work in (work_of(path), part_of(path)):
+            settle_publication(path, work)
+    else:
         step.choice.registration.apply(source, path, step.choice.settings, progress)
     row = {"step": step.number, "treatment": step.verb, "seconds": time.monotonic() - began, "bytes": size_of(source),
            "settings": step.choice.values}  # fmt: skip
