@@ -13,14 +13,14 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from netweight.attacks.gradient_inversion.analytic import RecoveredGradient
+from netweight.attacks.gradient_inversion.analytic import RecoveredGradient, labels_of_update
 from netweight.attacks.gradient_inversion.chains import Imprint, read_imprint
 from netweight.attacks.gradient_inversion.client import sgd_difference
 from netweight.attacks.gradient_inversion.matching import (
@@ -33,12 +33,17 @@ from netweight.attacks.gradient_inversion.matching import (
     total_variation,
 )
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
+from netweight.core import seeds
 from netweight.errors import NetweightError, Unsupported
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors
 from netweight.nn import ParameterLayout
 
+# Weights of the total variation, each of which gets the same share of the steps. Large weights are better for pictures
+# with plain areas, such as letters, and small ones for fine patterns. On batches that no result is from, the best of
+# three such searches of 1,600 steps was 1 to 5 dB nearer than one search of 4,800 steps.
+SMOOTHNESS = (0.01, 0.03, 0.1)
 # The most images that are searched together, and the most local steps that are unrolled.
 MOST_IMAGES, MOST_STEPS = 16, 8
 
@@ -55,7 +60,9 @@ class Search:
     peeling: PeelingConfig | None = None
     """Settings of peeling; None for its defaults."""
     matching: MatchingConfig | None = None
-    """Settings of both kinds of matching; None for the attack's defaults."""
+    """Settings of both kinds of matching; None for the attack's defaults. The steps are divided among searches with
+    different weights of the total variation (`SMOOTHNESS`).
+    """
 
 
 @final
@@ -175,11 +182,24 @@ def _matched(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
         model, lr=training.lr, steps=evidence.steps, batch_size=None if evidence.clients > 1 else evidence.batch_size,
         momentum=training.momentum, weight_decay=training.weight_decay, loss=evidence.task.loss,
     )  # fmt: skip
-    inversion = invert(
-        local_update, params, observed, shape=(evidence.images, *evidence.shape), bounds=evidence.bounds,
-        config=search.matching, seed=seed,
-    )  # fmt: skip
-    return inversion.images
+    # The labels are the same for all searches.
+    shape = (evidence.images, *evidence.shape)
+    labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
+    inversions = [
+        invert(
+            local_update, params, observed, shape=shape, labels=labels, bounds=evidence.bounds, config=config,
+            seed=seeds.derive(seed, number),
+        )
+        for number, config in enumerate(_searches(search))
+    ]  # fmt: skip
+    return torch.cat([inversion.images for inversion in inversions])
+
+
+def _searches(search: Search) -> list[MatchingConfig]:
+    """Divide the steps among searches with different weights of the total variation."""
+    whole = search.matching or MatchingConfig()
+    steps = -(-whole.steps // len(SMOOTHNESS))
+    return [replace(whole, steps=steps, total_variation=weight, schedule="cosine") for weight in SMOOTHNESS]
 
 
 def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
@@ -193,17 +213,9 @@ def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed:
     body = _constant_half(evidence.task.body)
     weights = {n: v.float() for n, v in layout.split(evidence.gradient.generated).items()}
     target = {n: v.float() for n, v in layout.split(evidence.gradient.first).items()}
-    config, shape = search.matching or MatchingConfig(), (evidence.images, *evidence.shape)
+    shape = (evidence.images, *evidence.shape)
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in evidence.bounds)
-    start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
-    with torch.no_grad():
-        features = functional_call(body, weights, (start[0],))
-    flows = 0.1 * starting_points(weights, (*features.shape, 1, 1), config.restarts, seed + 1)[..., 0, 0]
-    smoothness = config.total_variation
-
-    def anneal(share: float) -> None:
-        nonlocal smoothness
-        smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
+    smoothness = 0.0
 
     def objective(images: Tensor, flow: Tensor) -> Tensor:
         moved = {name: value.detach().requires_grad_() for name, value in weights.items()}
@@ -215,11 +227,23 @@ def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed:
     def project(images: Tensor, flow: Tensor) -> None:
         images.clamp_(low, high)
 
-    searched = descend(
-        objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
-        project=project, anneal=anneal,
-    )  # fmt: skip
-    return searched.variables[0]
+    def searched(config: MatchingConfig, seed: int) -> Tensor:
+        start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
+        with torch.no_grad():
+            features = functional_call(body, weights, (start[0],))
+        flows = 0.1 * starting_points(weights, (*features.shape, 1, 1), config.restarts, seed + 1)[..., 0, 0]
+
+        def anneal(share: float) -> None:
+            nonlocal smoothness
+            smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
+
+        return descend(
+            objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed,
+            schedule=config.schedule, project=project, anneal=anneal,
+        ).variables[0]  # fmt: skip
+
+    configs = enumerate(_searches(search))
+    return torch.cat([searched(config, seeds.derive(seed, number)) for number, config in configs])
 
 
 def _refuse_large(evidence: ServerKnowledge) -> None:
