@@ -319,6 +319,27 @@ def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept():
     assert first.objectives_by_restart == pytest.approx(ends[:1], rel=1e-9)
 
 
+@pytest.mark.parametrize("model", [network(), nn.Sequential(nn.BatchNorm2d(1), network()).double()])
+def test_each_restart_has_a_weight_of_its_own_and_may_begin_with_given_images(model):
+    """Also where vmap cannot run the model: normalization writes its statistics."""
+    images, labels = batch(2)
+    client, params = gradient_of(model), known_parameters(model)
+    observed, start = client(params, (images, labels)), torch.rand(3, 2, 1, 8, 8, dtype=torch.float64)
+    about = {"shape": (2, 1, 8, 8), "labels": labels, "seed": 0}
+    config = MatchingConfig(steps=12, restarts=3, total_variation=(0.0, 0.1, 0.3))
+    several = invert(client, params, observed, start=start, config=config, **about)
+    assert several.every.shape == (3, 2, 1, 8, 8)
+    assert any(torch.equal(several.images, each) for each in several.every)
+    for number, weight in enumerate(config.total_variation):
+        single = MatchingConfig(steps=12, total_variation=weight)
+        alone = invert(client, params, observed, start=start[number, None], config=single, **about)
+        torch.testing.assert_close(alone.images, several.every[number])
+    with pytest.raises(UsageError, match=r"begin with have the shape \(1, 2, 1, 8, 8\), not \(3, 2, 1, 8, 8\)"):
+        invert(client, params, observed, start=start[:1], config=config, **about)
+    with pytest.raises(UsageError, match="one for each restart"):
+        MatchingConfig(restarts=2, total_variation=(0.1,))
+
+
 def test_models_that_vmap_cannot_run_get_their_restarts_too():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Sigmoid(), nn.Flatten(), nn.Linear(108, 4)).double()

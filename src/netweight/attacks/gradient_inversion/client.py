@@ -47,6 +47,7 @@ class Reconstruction:
             the weight of a term changes on the way, each value has the weight of its time.
         steps: Optimization steps taken per restart; 0 for an analytic attack.
         attack: What was run, as reports show it.
+        every: The images of every restart, shape `(restarts, n, c, h, w)`; None where only the best is kept.
     """
 
     images: Tensor
@@ -56,6 +57,7 @@ class Reconstruction:
     history: tuple[float, ...]
     steps: int
     attack: str
+    every: Tensor | None = None
 
 
 # Tensors by parameter name.

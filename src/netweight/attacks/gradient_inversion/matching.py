@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, final
 
@@ -63,6 +63,8 @@ class DescentResult:
     """The restart with the least objective."""
     history: tuple[float, ...]
     """Objectives of the best restart over time."""
+    every: tuple[Tensor, ...] = ()
+    """The variables of all restarts, with the axis of restarts first; empty where only the best are kept."""
 
     def reconstruction(self, images: Tensor, labels: Tensor, *, steps: int, attack: str) -> Reconstruction:
         """Return the outcome of the attack that searched."""
@@ -79,16 +81,20 @@ def descend(
     schedule: Schedule = "steps",
     project: Callable[..., None] | None = None,
     anneal: Callable[[float], None] | None = None,
+    constants: tuple[Tensor, ...] = (),
     folder: Path | None = None,
     progress: Progress = QUIET,
     description: str = "inverting",
 ) -> DescentResult:
-    """Minimize an objective by Adam from several starting points; with a folder a second call continues the first."""
+    """Minimize an objective by Adam from several starting points; with a folder a second call continues the first.
+
+    The objective takes the variables of one restart and then its row of each of `constants`, which stay as they are.
+    """
     restarts = len(start[0])
     if steps < 1 or restarts < 1:
         raise UsageError(f"steps={steps} with {restarts} restarts cannot run.", cure="Each must be at least 1.")
     variables = [tensor.detach().clone().requires_grad_() for tensor in start]
-    objectives = _side_by_side(objective, variables)
+    objectives = _side_by_side(objective, variables, constants)
     optimizer = torch.optim.Adam(variables, lr=lr)
     values: list[list[float]] = []
     every, first = max(1, steps // _HISTORY), 0
@@ -119,7 +125,9 @@ def descend(
     final = _differentiate(objectives, variables, signed)
     best = min(range(restarts), key=lambda restart: _order(final[restart]))
     best_variables = tuple(variable.detach()[best] for variable in variables)
-    return DescentResult(best_variables, tuple(final), best, (*(row[best] for row in values), final[best]))
+    every_variable = tuple(variable.detach() for variable in variables)
+    history = (*(row[best] for row in values), final[best])
+    return DescentResult(best_variables, tuple(final), best, history, every_variable)
 
 
 def _factor(schedule: Schedule, done: float) -> float:
@@ -128,17 +136,19 @@ def _factor(schedule: Schedule, done: float) -> float:
     return 0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2 if schedule == "cosine" else 1.0
 
 
-def _side_by_side(objective: Objective, variables: list[Tensor]) -> Callable[..., Tensor]:
-    """The objectives of all restarts at once, shape `(restarts,)`."""
+def _side_by_side(
+    objective: Objective, variables: list[Tensor], constants: tuple[Tensor, ...]
+) -> Callable[..., Tensor]:
+    """The objectives of all restarts at once, shape `(restarts,)`, as a function of the variables."""
     # By vmap where the model allows it: four restarts of a small convolutional network take 0.57 of a loop's time on
     # one core. Not every model does (dropout, normalization that writes its statistics); then one after another.
     if len(variables[0]) > 1:
         together = vmap(objective)
         # vmap may refuse the objective. An error of the objective itself is raised again below.
         with contextlib.suppress(RuntimeError):
-            together(*(variable.detach() for variable in variables))
-            return together
-    return lambda *parts: torch.stack([objective(*rows) for rows in zip(*parts, strict=True)])
+            together(*(variable.detach() for variable in variables), *constants)
+            return lambda *parts: together(*parts, *constants)
+    return lambda *parts: torch.stack([objective(*rows) for rows in zip(*parts, *constants, strict=True)])
 
 
 def _differentiate(objectives: Callable[..., Tensor], variables: list[Tensor], signed: bool) -> list[float]:
@@ -182,8 +192,8 @@ class MatchingConfig:
     """Learning rate, which falls by `schedule`."""
     signed: bool = True
     """True to use only the signs of the gradient."""
-    total_variation: float = 0.01
-    """Weight of the mean absolute difference between neighboring pixels."""
+    total_variation: float | tuple[float, ...] = 0.01
+    """Weight of the mean absolute difference between neighboring pixels; a tuple has one for each restart."""
     annealed: bool = True
     """True if that weight falls with the cube root of the learning rate: smooth at first, then true to the update.
     The paper keeps it.
@@ -203,10 +213,18 @@ class MatchingConfig:
         """Refuse what is not valid."""
         if self.distance not in ("cosine", "squared"):
             raise UsageError(f"IG has no distance {self.distance!r}.", cure='Use "cosine" or "squared".')
-        if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or self.total_variation < 0:
+        weights = self.weights
+        if self.steps < 1 or self.restarts < 1 or self.lr <= 0 or min(weights) < 0 or len(weights) != self.restarts:
             raise UsageError(
-                f"IG cannot run with {self}.", cure="Use at least 1 step and 1 restart, and positive weights."
+                f"IG cannot run with {self}.",
+                cure="Use at least 1 step and 1 restart, and positive weights, one for each restart or one for all.",
             )
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The weight of the total variation in each restart."""
+        weight = self.total_variation
+        return weight if isinstance(weight, tuple) else (weight,) * self.restarts
 
 
 def invert(
@@ -219,6 +237,7 @@ def invert(
     bounds: Bounds = (0.0, 1.0),
     config: MatchingConfig | None = None,
     terms: Sequence[Term] = (),
+    start: Tensor | None = None,
     seed: int,
     folder: Path | None = None,
     progress: Progress = QUIET,
@@ -235,13 +254,15 @@ def invert(
         bounds: Range of the pixels; the search never leaves it.
         config: How to search.
         terms: Further terms, added to the objective.
-        seed: Seed of the starting points.
+        start: Images to begin with, of shape `(restarts, n, c, h, w)`; None draws them.
+        seed: Seed of the starting points that are drawn.
         folder: Folder of checkpoints, of this search alone: a second call with the same arguments continues the first;
             None to keep none.
         progress: Where progress is shown.
 
     Returns:
-        The best restart.
+        The restart with the least objective, and the images of all. If restarts have different weights, their
+        objectives cannot be compared, so that the choice says little.
 
     Raises:
         NameNotFound: The patterns, or the observed names, match nothing the client would send.
@@ -250,7 +271,10 @@ def invert(
     Source: Geiping et al. 2020, "Inverting Gradients", section 4.
     """
     config = config or MatchingConfig()
-    start = starting_points(params, shape, config.restarts, seed)
+    drawn = starting_points(params, shape, config.restarts, seed)
+    if start is not None and start.shape != drawn.shape:
+        raise UsageError(f"The images to begin with have the shape {tuple(start.shape)}, not {tuple(drawn.shape)}.")
+    start = drawn if start is None else start.to(drawn)
     low, high = _box(bounds, shape[1], start)
     start = start.clamp(low, high)
     if labels is None:
@@ -259,15 +283,16 @@ def invert(
     chosen = chosen_tensors(observed, config.tensors, local_update(params, (start[0], classes)))
 
     distance = cosine_distance if config.distance == "cosine" else relative_distance
-    smoothness = config.total_variation
+    weights = torch.tensor(config.weights, dtype=start.dtype, device=start.device)
+    smoothness = 1.0
 
     def anneal(share: float) -> None:
         nonlocal smoothness
-        smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
+        smoothness = share ** (1 / 3) if config.annealed else 1.0
 
-    def objective(images: Tensor) -> Tensor:
+    def objective(images: Tensor, weight: Tensor) -> Tensor:
         imitated = local_update(params, (images, classes))
-        value = distance(imitated, chosen) + smoothness * total_variation(images)
+        value = distance(imitated, chosen) + smoothness * weight * total_variation(images)
         for term in terms:
             value = value + term(images, classes)
         return value
@@ -277,10 +302,11 @@ def invert(
 
     descended = descend(
         objective, (start,), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
-        project=project, anneal=anneal, folder=folder, progress=progress,
+        project=project, anneal=anneal, constants=(weights,), folder=folder, progress=progress,
     )  # fmt: skip
     name = "IG" if config.distance == "cosine" else "IG (squared distance)"
-    return descended.reconstruction(descended.variables[0], classes, steps=config.steps, attack=name)
+    made = descended.reconstruction(descended.variables[0], classes, steps=config.steps, attack=name)
+    return replace(made, every=descended.every[0])
 
 
 def cosine_distance(imitated: Tensors, observed: Tensors) -> Tensor:

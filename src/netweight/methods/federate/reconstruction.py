@@ -14,6 +14,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
@@ -33,17 +34,20 @@ from netweight.attacks.gradient_inversion.matching import (
     total_variation,
 )
 from netweight.attacks.gradient_inversion.tailored import PeelingConfig, invert_generated
-from netweight.core import seeds
 from netweight.errors import NetweightError, Unsupported
 from netweight.methods.federate.settings import LocalTraining
 from netweight.methods.federate.task import Task
 from netweight.methods.federate.updates import Tensors
 from netweight.nn import ParameterLayout
 
-# Weights of the total variation, each of which gets the same share of the steps. Large weights are better for pictures
-# with plain areas, such as letters, and small ones for fine patterns. On batches that no result is from, the best of
-# three such searches of 1,600 steps was 1 to 5 dB nearer than one search of 4,800 steps.
-SMOOTHNESS = (0.01, 0.03, 0.1)
+# Weights of the total variation, one for each of the starts that are searched side by side. A large weight suits
+# pictures with plain areas, such as letters, and a small one fine patterns.
+SMOOTHNESS = (0.01, 0.03, 0.1, 0.01, 0.03, 0.1)
+# Each start gets this share of the steps. On batches that no result is from, the best of such short searches was nearer
+# than one long search, which depends on its start.
+_SHARE = 4
+# Two more searches begin with the mean of what all starts found, where an error of a single start is small.
+_MEAN_SMOOTHNESS, _MEAN_RATES = 0.03, (0.1, 0.03)
 # The most images that are searched together, and the most local steps that are unrolled.
 MOST_IMAGES, MOST_STEPS = 16, 8
 
@@ -60,8 +64,8 @@ class Search:
     peeling: PeelingConfig | None = None
     """Settings of peeling; None for its defaults."""
     matching: MatchingConfig | None = None
-    """Settings of both kinds of matching; None for the attack's defaults. The steps are divided among searches with
-    different weights of the total variation (`SMOOTHNESS`).
+    """Settings of both kinds of matching; None for the attack's defaults. The steps are those of one long search, as a
+    measure of the budget: several short ones are made for about as much time.
     """
 
 
@@ -182,24 +186,33 @@ def _matched(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
         model, lr=training.lr, steps=evidence.steps, batch_size=None if evidence.clients > 1 else evidence.batch_size,
         momentum=training.momentum, weight_decay=training.weight_decay, loss=evidence.task.loss,
     )  # fmt: skip
-    # The labels are the same for all searches.
     shape = (evidence.images, *evidence.shape)
     labels = labels_of_update(local_update, params, observed, shape=shape, seed=seed)
-    inversions = [
-        invert(
-            local_update, params, observed, shape=shape, labels=labels, bounds=evidence.bounds, config=config,
-            seed=seeds.derive(seed, number),
-        )
-        for number, config in enumerate(_searches(search))
-    ]  # fmt: skip
-    return torch.cat([inversion.images for inversion in inversions])
+    search_from = partial(
+        invert, local_update, params, observed, shape=shape, labels=labels, bounds=evidence.bounds, seed=seed
+    )
+    config = _side_by_side(search)
+    found = search_from(config=config).every
+    assert found is not None
+    mean = torch.stack([_in_order(images, found[0], labels) for images in found]).mean(0)
+    for rate in _MEAN_RATES:
+        again = replace(config, restarts=1, total_variation=_MEAN_SMOOTHNESS, lr=rate)
+        found = torch.cat([found, search_from(config=again, start=mean[None]).images[None]])
+    return found.flatten(0, 1)
 
 
-def _searches(search: Search) -> list[MatchingConfig]:
-    """Divide the steps among searches with different weights of the total variation."""
+def _in_order(images: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
+    """Return for each image of the reference the nearest of the images with the same label."""
+    apart = torch.cdist(reference.flatten(1), images.flatten(1))
+    return images[apart.masked_fill(labels[:, None] != labels, torch.inf).argmin(1)]
+
+
+def _side_by_side(search: Search) -> MatchingConfig:
+    """Divide the steps among several starts, which take less time side by side than one after the other."""
     whole = search.matching or MatchingConfig()
-    steps = -(-whole.steps // len(SMOOTHNESS))
-    return [replace(whole, steps=steps, total_variation=weight, schedule="cosine") for weight in SMOOTHNESS]
+    return replace(
+        whole, steps=-(-whole.steps // _SHARE), restarts=len(SMOOTHNESS), total_variation=SMOOTHNESS, schedule="cosine"
+    )
 
 
 def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed: int) -> Tensor:
@@ -215,35 +228,32 @@ def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed:
     target = {n: v.float() for n, v in layout.split(evidence.gradient.first).items()}
     shape = (evidence.images, *evidence.shape)
     low, high = (torch.as_tensor(end, dtype=torch.float32).reshape(-1, 1, 1) for end in evidence.bounds)
-    smoothness = 0.0
+    config = _side_by_side(search)
+    start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
+    with torch.no_grad():
+        features = functional_call(body, weights, (start[0],))
+    flows = 0.1 * starting_points(weights, (*features.shape, 1, 1), config.restarts, seed + 1)[..., 0, 0]
+    smoothness = 1.0
 
-    def objective(images: Tensor, flow: Tensor) -> Tensor:
+    def anneal(share: float) -> None:
+        nonlocal smoothness
+        smoothness = share ** (1 / 3) if config.annealed else 1.0
+
+    def objective(images: Tensor, flow: Tensor, weight: Tensor) -> Tensor:
         moved = {name: value.detach().requires_grad_() for name, value in weights.items()}
         outputs = functional_call(body, moved, (images,))
         slopes = torch.autograd.grad((outputs * flow).sum(), list(moved.values()), create_graph=True)
         distance = cosine_distance(dict(zip(moved, slopes, strict=True)), target)
-        return distance + smoothness * total_variation(images)
+        return distance + smoothness * weight * total_variation(images)
 
     def project(images: Tensor, flow: Tensor) -> None:
         images.clamp_(low, high)
 
-    def searched(config: MatchingConfig, seed: int) -> Tensor:
-        start = starting_points(weights, shape, config.restarts, seed).clamp(low, high)
-        with torch.no_grad():
-            features = functional_call(body, weights, (start[0],))
-        flows = 0.1 * starting_points(weights, (*features.shape, 1, 1), config.restarts, seed + 1)[..., 0, 0]
-
-        def anneal(share: float) -> None:
-            nonlocal smoothness
-            smoothness = config.total_variation * (share ** (1 / 3) if config.annealed else 1)
-
-        return descend(
-            objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed,
-            schedule=config.schedule, project=project, anneal=anneal,
-        ).variables[0]  # fmt: skip
-
-    configs = enumerate(_searches(search))
-    return torch.cat([searched(config, seeds.derive(seed, number)) for number, config in configs])
+    searched = descend(
+        objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
+        project=project, anneal=anneal, constants=(torch.tensor(config.weights).to(start),),
+    )  # fmt: skip
+    return searched.every[0].flatten(0, 1)
 
 
 def _refuse_large(evidence: ServerKnowledge) -> None:
