@@ -84,7 +84,7 @@ save_file(sent, 'update.safetensors')" """,
         _ROWS + "cp task.jsonl other.jsonl\n",
         {"UNDEFENDED": "my-base", "MODEL": "my-model", "--card": "--card --minutes 1"},
     ),
-    "docs/forget": Page(),
+    "docs/forget": Page(replaced={"--out audit": "--steps 2 --out audit"}),
     "docs/forget-pipelines": Page(),
     "docs/forget-neurons": Page(
         "tail -n +2 ordinary.txt > others.txt; cp ordinary.txt calibration.txt\n"
@@ -92,7 +92,8 @@ save_file(sent, 'update.safetensors')" """,
         "cut -d, -f1 targets.csv | tail -n 1 | tr -d '\"' > memorized.txt\n"
     ),
     "docs/forget-audit": Page(
-        "netweight forget apply my-pipeline my-pipeline-edited --targets targets.csv --ordinary ordinary.txt\n"
+        "netweight forget apply my-pipeline my-pipeline-edited --targets targets.csv --ordinary ordinary.txt\n",
+        {"--out audit": "--steps 2 --out audit"},
     ),
     "docs/embedding-search": Page(
         replaced={"EDITED": "my-pipeline", "ORIGINAL": "my-pipeline", "--out": "--steps 2 --out"}
