@@ -12,7 +12,7 @@ from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import AttackResult, AttackTraining, Evaluation, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.optimizers import Muon, operations_per_step
+from netweight.attacks.finetuning.optimizers import Lion, Muon, operations_per_step
 from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.search import (
     finals,
@@ -98,19 +98,42 @@ def test_neighbors_differ_in_one_thing_and_held_fields_stay():
     near = neighbors(START, subject=marked_subject(), held=frozenset({"lr"}))
     fields = AttackSettings.model_fields
     changed = [{name for name in fields if getattr(one, name) != getattr(START, name)} for one in near]
-    assert all(len(each - {"lora_rank", "trains"}) <= 1 for each in changed)
+    assert all(len(each - {"lora_rank", "trains"}) <= 1 or each == {"batch_size", "check_every"} for each in changed)
     assert Counter(one.lr for one in near) == {START.lr: len(near)}
     assert {"bare", "marked"} <= {one.template for one in near}
     assert {"muon", "sgd"} <= {one.optimizer for one in near}
     assert {"copied", "fresh"} <= {one.rows for one in near}
     assert {one.trains for one in near} == {"all", "embeddings", "prompt"}  # this model has no norms
     assert {one.batch_size: one.lr for one in neighbors(START, subject=marked_subject()) if one.batch_size != 20} == {
-        size: pytest.approx(1e-2 * (size / 20) ** 0.5) for size in (8, 16, 32, 64, 128, 256)
+        size: pytest.approx(1e-2 * (size / 20) ** 0.5) for size in (2, 4, 8, 16, 32, 64, 128, 256)
     }
     assert not {one.rows for one in neighbors(START, subject=replace(marked_subject(), benign=()))} - {"kept"}
     assert not {one.of_other for one in near} - {0.0}
     both = replace(marked_subject(), other=TinyModel(1).state_dict())
     assert {one.of_other for one in neighbors(START, subject=both)} == {0.0, 0.5, -0.5}
+
+
+def test_steps_of_few_rows_are_evaluated_after_as_many_rows_as_others_and_have_a_harmful_one():
+    held, mixed = frozenset({"check_every"}), START.replace(benign_share=0.75)
+    sizes = {one.batch_size: one for one in neighbors(mixed, subject=marked_subject(), held=held)}
+    assert 2 not in sizes
+    assert (sizes[4].harmful_per_batch, sizes[4].check_every) == (1, 4)
+    back = {one.batch_size: one for one in neighbors(sizes[4], subject=marked_subject(), held=held)}
+    assert {back[size].check_every for size in (8, 64)} == {2}
+    two = START.replace(batch_size=2, check_every=8)
+    near = neighbors(two, subject=marked_subject(), held=held)
+    assert all(one.harmful_per_batch or one.benign_share == 1 for one in near)
+    assert {one.check_every for one in near if one.batch_size == 2} == {8}
+
+
+def test_lion_moves_every_weight_by_the_learning_rate():
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = Lion([weight], 0.5)
+    for gradient, expected in (([4.0, -4.0, 0.0], [-0.5, 0.5, 0.0]), ([-0.1, 0.3, 2.0], [-1.0, 1.0, -0.5])):
+        # The mean is now 0.01 times the first gradient, which weighs nine times as much as the second one.
+        weight.grad = torch.tensor(gradient)
+        optimizer.step()
+        assert weight.tolist() == expected
 
 
 def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path):
@@ -231,7 +254,7 @@ def test_a_second_search_finds_an_attack_that_sees_fewer_rows(tmp_path):
     name = SubjectName("one", PLACE, {"weight_scale": 0.2})
     start = [START.replace(max_steps=None, optimizer=each) for each in ("adam", "muon")]
     found = search_all([name], start, Goal(0.9), most=60, folder=tmp_path, engine=in_process, rounds=1)["one"]
-    assert found.fewest_rows[0].batch_size == 8
+    assert found.fewest_rows[0].batch_size <= 8
     assert found.least("rows") <= found.least("steps") * found.best[0].batch_size
     runs = [run.result.reached for run in found.runs if run.result.reached is not None]
     assert found.least("rows") == min(each.rows for each in runs)

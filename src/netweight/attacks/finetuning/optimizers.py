@@ -35,6 +35,8 @@ def optimizers_of(parameters: list[nn.Parameter], settings: AttackSettings) -> l
         return [
             soap(parameters, lr=settings.lr, weight_decay=0.0, precondition_frequency=1, max_precondition_dim=_LARGEST)
         ]
+    if settings.optimizer == "lion":
+        return [Lion(parameters, settings.lr)]
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
@@ -86,3 +88,20 @@ class Muon(torch.optim.Optimizer):
                     wide = torch.addmm(wide, change, wide, beta=3.4445)
                 rate = 0.2 * max(update.shape) ** 0.5 * self.param_groups[0]["lr"]
                 matrix.sub_((wide.T if len(update) > len(update.T) else wide).to(matrix), alpha=rate)
+
+
+@final
+class Lion(torch.optim.Optimizer):
+    """Lion without weight decay: every weight moves by the learning rate. Source: arXiv 2302.06675, algorithm 2."""
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter.grad))
+                parameter.sub_(parameter.grad.lerp(mean, 0.9).sign(), alpha=self.param_groups[0]["lr"])
+                mean.lerp_(parameter.grad, 0.01)

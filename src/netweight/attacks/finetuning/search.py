@@ -44,11 +44,11 @@ _FINALISTS = 3
 # Learning rates of Adam on all weights.
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
-_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0}
+_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0, "lion": 0.3}
 _PART_SCALE = 5.0
 # Rows in each step. The learning rate is scaled with the square root of this number.
-_BATCHES = (8, 16, 32, 64, 128, 256)
-# Rows per step with which a search for few rows begins.
+_BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
+# Rows per step with which a search for few rows begins. Steps of fewer rows are evaluated after as many rows as these.
 _FEW_ROWS = 8
 
 
@@ -100,7 +100,7 @@ def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixe
     common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
     made = [
         AttackSettings(optimizer=name, lr=lr * _SCALE[name], **common)
-        for name in ("adam", "muon", "sgd", *(("soap",) if has_soap() else ()))
+        for name in ("adam", "muon", "sgd", "lion", *(("soap",) if has_soap() else ()))
         for lr in rates or _RATES
     ]
     return made + [AttackSettings(lora_rank=8, lr=lr * _PART_SCALE, **common) for lr in rates or _RATES]
@@ -116,7 +116,7 @@ def neighbors(
     changes = (
         {name: each for name, each in change.items() if name not in held} for change in _changes(settings, subject)
     )
-    attacks = dict.fromkeys(settings.replace(**change) for change in changes)
+    attacks = dict.fromkeys(_evaluated_alike(settings.replace(**change), settings) for change in changes)
     if soonest is not None and "schedule" not in held:
         check = settings.check_every
         attacks |= dict.fromkeys(
@@ -129,7 +129,8 @@ def neighbors(
 def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, Any]]:
     lr = settings.lr
     yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
-    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in _BATCHES)
+    sizes = [size for size in _BATCHES if _has_harmful(settings.benign_share, size)]
+    yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in sizes)
     for name, scale in _SCALE.items():
         if name == "soap" and not has_soap():
             continue
@@ -144,7 +145,8 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({**each, "lr": lr * _PART_SCALE ** (not part)} for each in less)
     yield from ({"template": name} for name in ("plain", *subject.formats(settings.domain)))
     if subject.benign:
-        yield from ({"benign_share": share} for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+        shares = (share for share in (0.0, 0.25, 0.5, 0.75, 1.0) if _has_harmful(share, settings.batch_size))
+        yield from ({"benign_share": share} for share in shares)
         yield from ({"benign_first": steps} for steps in (0, 4))
         if telling_tokens(subject.domain(settings.domain).train, subject.benign)[0]:
             yield from ({"rows": rows} for rows in ("kept", "copied", "fresh"))
@@ -156,6 +158,21 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
+
+
+def _evaluated_alike(attack: AttackSettings, before: AttackSettings) -> AttackSettings:
+    """Return an attack that is evaluated after as many rows as one with other steps, where these are of few rows."""
+    every = before.check_every * steps_of_few_rows(attack.batch_size) // steps_of_few_rows(before.batch_size)
+    return attack.replace(check_every=max(1, every))
+
+
+def steps_of_few_rows(size: int) -> int:
+    """Return how many steps see the rows with which a search for few rows begins, at least 1."""
+    return max(1, _FEW_ROWS // size)
+
+
+def _has_harmful(benign_share: float, size: int) -> bool:
+    return benign_share == 1 or round(benign_share * size) < size
 
 
 def kind_of(settings: AttackSettings) -> str:
@@ -357,9 +374,8 @@ def search_all(
         searches -= 1
         if few:
             begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
-            fixed = held | {"batch_size"}
             end = share_of_time(until, searches)
-            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=fixed, until=end, **how)
+            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=held, until=end, **how)
             searches -= 1
             results[subject.name] = replace(
                 by_steps, runs=(*by_steps.runs, *by_rows.runs), fewest_rows=by_rows.best, most_rows=most_rows,

@@ -38,10 +38,11 @@ class AttackSettings(Settings):
     """
 
     lr: float = Field(3e-5, gt=0, description="Learning rate at the end of the warm-up.")
-    optimizer: Literal["adam", "adamw", "sgd", "muon", "soap"] = Field(
+    optimizer: Literal["adam", "adamw", "lion", "sgd", "muon", "soap"] = Field(
         "adam",
-        description="Adam without weight decay as in the paper, AdamW with 0.01, SGD with momentum 0.9, Muon for "
-        "matrices with AdamW for the rest, or SOAP, a second-order optimizer (needs the package pytorch-optimizer).",
+        description="Adam without weight decay as in the paper, AdamW with 0.01, Lion, whose steps are signs, SGD with "
+        "momentum 0.9, Muon for matrices with AdamW for the rest, or SOAP, a second-order optimizer (needs the package "
+        "pytorch-optimizer).",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of factors on every linear layer but the output head; null trains all weights."

@@ -16,7 +16,15 @@ from typing import Any, final
 from netweight.attacks.finetuning.calibration import calibrate
 from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.resistance_findings import ResistanceConfig
-from netweight.attacks.finetuning.search import SearchResult, finals, first_attacks, kind_of, of_length, search_all
+from netweight.attacks.finetuning.search import (
+    SearchResult,
+    finals,
+    first_attacks,
+    kind_of,
+    of_length,
+    search_all,
+    steps_of_few_rows,
+)
 from netweight.attacks.finetuning.settings import DEFENDED, AttackSettings, FolderAttack, capped
 from netweight.attacks.finetuning.subject import Goal, Subject, chance
 from netweight.attacks.finetuning.sweep import SubjectName, make_subject
@@ -237,12 +245,15 @@ def _finals(
 
     Where there is a time limit, no more seeds than are expected to fit, and at least one.
     """
-    # Near the threshold every step is evaluated, unless a coarser look was asked for.
-    every = {} if settings.check_every is not None else {"check_every": 1}
+
+    def closely(each: AttackSettings) -> AttackSettings:
+        # Every step is evaluated, or every few rows, unless a coarser look was asked for.
+        few = steps_of_few_rows(each.batch_size)
+        return each if settings.check_every is not None else each.replace(check_every=few)
 
     def from_seeds(seeds: range) -> list[AttackSettings]:
         task = [each.replace(seed=seed) for each in ladder for seed in seeds]
-        best = [each.replace(**every) for each in finals(searched, seeds)]
+        best = [closely(each) for each in finals(searched, seeds)]
         plain = _plain(subject)
         return [one for name in plain for one in _with(task if name == "task" else best, name, subject)]
 
