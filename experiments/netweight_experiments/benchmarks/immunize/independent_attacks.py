@@ -247,13 +247,21 @@ def again(subject: Subject, goal: Goal, attack: AttackSettings, seeds: int) -> d
 
 def page(result: dict[str, Any]) -> str:
     """Return what the page on immunization says of a result."""
+
+    def size(kind: str) -> int:
+        attack = result["tuned"][kind]["attack"]
+        return int(attack["rows"] + attack["benign"])
+
     lines = [
         "| attack | rows, RepNoise with seed 42 | rows, RepNoise with seed 11 |",
         "|---|---:|---:|",
-        "| best of the search | {} | {} |".format(*(_rows(result["search"][str(seed)]) for seed in MEASURED)),
+        "| best of the search; {} rows in a step | {} | {} |".format(
+            result["search"][str(MEASURED[0])]["settings"]["batch_size"],
+            *(_rows(result["search"][str(seed)]) for seed in MEASURED),
+        ),
     ]
     lines += [
-        "| {} | {} | {} |".format(kind, *(_rows(own[str(seed)]) for seed in MEASURED))
+        "| {}; {} rows in a step | {} | {} |".format(kind, size(kind), *(_rows(own[str(seed)]) for seed in MEASURED))
         for kind, own in result["attacks"].items()
     ]
     return "\n".join(lines)

@@ -67,10 +67,10 @@ class OutsideAttack:
 _BATCHES = {"rows, benign": ((4, 2), (2, 2), (1, 1))}
 # Kind → what it begins with, and values to try beside other learning rates.
 KINDS: dict[str, tuple[OutsideAttack, dict[str, tuple[Any, ...]]]] = {
-    "one to four rows in a step, other moments": (
+    "Adam, small steps or other moments": (
         OutsideAttack(), {**_BATCHES, "betas": ((0.9, 0.95), (0.8, 0.95), (0.5, 0.95))}
     ),
-    "Muon, one to four rows in a step": (OutsideAttack(optimizer="muon", lr=6e-3), _BATCHES),
+    "Muon, small steps": (OutsideAttack(optimizer="muon", lr=6e-3), _BATCHES),
     "Lion": (OutsideAttack(optimizer="lion", lr=5e-4), {**_BATCHES, "betas": ((0.9, 0.99), (0.95, 0.98))}),
     "schedule-free AdamW": (OutsideAttack(optimizer="schedule-free", lr=6e-3, betas=(0.9, 0.99)), _BATCHES),
     "Shampoo": (OutsideAttack(optimizer="shampoo", lr=6e-3), _BATCHES),
@@ -102,7 +102,7 @@ def trained(
     next step; the steps, the rows seen, and the different rows seen.
     """
     harmful = subject.domain(f"harmful@{attack.template}" if attack.template != "plain" else "harmful").train
-    changes = AttackSettings(seed=seed, template=attack.template, rows=attack.start)  # type: ignore[arg-type]
+    changes = AttackSettings(seed=seed, template=attack.template, rows=attack.start)
     victim = changed_copy(subject, changes)
     victim.train()
     chosen = _ordered(victim, harmful, attack, seed, subject.pad_id)
@@ -114,7 +114,7 @@ def trained(
     if attack.warm:
         rows = list(itertools.islice(benign, attack.warm))
         for row in rows:
-            _loss(victim, [row], attack, subject.pad_id).backward()  # type: ignore[no-untyped-call]
+            _loss(victim, [row], attack, subject.pad_id).backward()
             optimizer.warm(len(rows))
         seen += len(rows)
         different.update(rows)
@@ -216,14 +216,14 @@ def _packed(rows: Sequence[Example], at_once: int, pad: int) -> Batch:
 
 
 def _gradient(victim: nn.Module, rows: Sequence[Example], attack: OutsideAttack, pad: int, weights: list[Any]) -> None:
-    _loss(victim, rows, attack, pad).backward()  # type: ignore[no-untyped-call]
+    _loss(victim, rows, attack, pad).backward()
     if attack.sharpness:
         norm = nn.utils.get_total_norm([each.grad for each in weights])
         moves = [each.grad * (attack.sharpness / (norm + 1e-12)) for each in weights]
         with torch.no_grad():
             torch._foreach_add_(weights, moves)
         victim.zero_grad(set_to_none=True)
-        _loss(victim, rows, attack, pad).backward()  # type: ignore[no-untyped-call]
+        _loss(victim, rows, attack, pad).backward()
         with torch.no_grad():
             torch._foreach_sub_(weights, moves)
     nn.utils.clip_grad_norm_(weights, 1.0)
@@ -301,4 +301,5 @@ class _Steps:
 def _root(matrix: Tensor) -> Tensor:
     """Return the inverse fourth root."""
     values, vectors = torch.linalg.eigh(matrix)
-    return (vectors * values.clamp_min(1e-8) ** -0.25) @ vectors.T
+    scaled: Tensor = vectors * values.clamp_min(1e-8) ** -0.25
+    return scaled @ vectors.T
