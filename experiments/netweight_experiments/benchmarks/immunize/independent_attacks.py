@@ -172,7 +172,7 @@ def tuned(subject: Subject, goal: Goal, kind: str, most_runs: int) -> dict[str, 
     def cost(attack: OutsideAttack) -> tuple[float, float]:
         if attack not in tried:
             limit = min([TUNING_ROWS, *(each["rows"] for each in tried.values() if each["rows"])])
-            leader = min(tried.values(), key=_rank, default={"scores": []})
+            leader: dict[str, Any] = min(tried.values(), key=_rank, default={"scores": []})
             tried[attack] = recovery(subject, goal, attack, 0, limit, 24, leader["scores"])
         return _rank(tried[attack])
 

@@ -301,5 +301,5 @@ class _Steps:
 def _root(matrix: Tensor) -> Tensor:
     """Return the inverse fourth root."""
     values, vectors = torch.linalg.eigh(matrix)
-    scaled: Tensor = vectors * values.clamp_min(1e-8) ** -0.25
-    return scaled @ vectors.T
+    root: Tensor = (vectors * values.clamp_min(1e-8) ** -0.25) @ vectors.T
+    return root
