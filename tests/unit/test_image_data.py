@@ -66,7 +66,7 @@ def test_a_folder_with_a_split(tmp_path):
     trained = pictures(tmp_path / "faces" / "train", {"ann": 3, "bob": 2})
     tested = pictures(tmp_path / "faces" / "test", {"bob": 2}, seed=1)
     found = data.load_folder(tmp_path / "faces")
-    assert (found.name, found.classes) == ("faces", ("ann", "bob"))
+    assert (found.name, found.classes) == (str(tmp_path / "faces"), ("ann", "bob"))
     assert found.train[1].tolist() == [0, 0, 0, 1, 1]
     assert found.test[1].tolist() == [1, 1]
     expected = np.concatenate([trained["ann"], trained["bob"]]).transpose(0, 3, 1, 2)
@@ -101,6 +101,42 @@ def test_transparency_becomes_white(tmp_path):
     assert data.load_folder(tmp_path).train[0].unique().tolist() == [255]
 
 
+def test_what_was_left_out_or_comes_twice_is_said(tmp_path):
+    shades = [np.full((28, 28), value, np.uint8) for value in range(0, 240, 8)]
+    image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
+    for name, values in {"train/a": range(8), "train/b": range(8, 17), "test/a": [7, 20], "test/b": [8, 3]}.items():
+        (tmp_path / name).mkdir(parents=True)
+        for value in values:
+            image.fromarray(shades[value]).save(tmp_path / name / f"{value}.png")
+    image.fromarray(shades[0]).save(tmp_path / "train" / "stray.png")
+    told = " ".join(data.load_folder(tmp_path).remarks)
+    assert "outside of the folders of its classes, which were left out: 1, such as stray.png" in told
+    assert "Of 4 test pictures, 3 are training pictures as well, such as" in told
+    assert "The classes contain the same pictures, 1 in all, such as" in told
+
+
+def test_one_picture_in_each_class_cannot_be_divided(tmp_path):
+    pictures(tmp_path, {"a": 1, "b": 1})
+    with pytest.raises(UsageError, match=r"has one picture, so that none can be held out .* a folder `test`"):
+        data.load_folder(tmp_path)
+
+
+def test_splits_may_number_their_classes_differently():
+    datasets = pytest.importorskip("datasets", reason="datasets is in the federated extra")
+    image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
+    rows = {"image": [image.new("L", (4, 4), level) for level in (0, 1)], "label": ["cat", "dog"]}
+    splits = [
+        datasets.Dataset.from_dict(rows).cast_column("label", datasets.ClassLabel(names=names))
+        for names in (["cat", "dog"], ["dog", "cat"])
+    ]
+    images = data.from_dataset(*splits)
+    assert images.train[1].tolist() == images.test[1].tolist() == [0, 1]
+    for odd in (None, [0, 1]):
+        several = datasets.Dataset.from_dict({**rows, "label": [odd, odd]})
+        with pytest.raises(UsageError, match="has a row whose label, in the column 'label', is"):
+            data.from_dataset(several)
+
+
 def test_folders_that_are_refused(tmp_path):
     with pytest.raises(UsageError, match="is not a folder"):
         data.load_folder(tmp_path / "missing")
@@ -126,8 +162,8 @@ def test_folders_that_are_refused(tmp_path):
 
 def test_folders_of_splits_are_told_from_classes(tmp_path):
     def remarks(name, **parts):
-        for part, counts in parts.items():
-            pictures(tmp_path / name / part, counts)
+        for seed, (part, counts) in enumerate(parts.items()):
+            pictures(tmp_path / name / part, counts, seed=seed)
         found = data.load_folder(tmp_path / name)
         return found.classes, len(found.train[1]), len(found.test[1]), " ".join(found.remarks)
 

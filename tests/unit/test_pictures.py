@@ -2,6 +2,7 @@
 
 import io
 import json
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
 
 Image = pytest.importorskip("PIL.Image", reason="Pillow is in the federated extra")
-from PIL import ImageCms  # noqa: E402
+from PIL import ImageCms, features  # noqa: E402
 
 
 def plain(square, side=28):
@@ -105,7 +106,7 @@ def test_all_pictures_of_a_set_have_one_scale(tmp_path):
 def test_one_bit_is_black_and_white_and_not_called_clipped(tmp_path):
     found, pixels, _ = loaded(folder(tmp_path, lambda path, a: Image.fromarray(a > 200).save(f"{path}.png")))
     assert pixels.unique().tolist() == [0, 255]
-    assert found.remarks == ()
+    assert not any("clipped" in remark for remark in found.remarks)
 
 
 def test_a_palette_of_colors_and_a_transparent_one(tmp_path):
@@ -128,7 +129,60 @@ def test_a_color_profile_is_applied(tmp_path):
     picture.save(tmp_path / "a" / "broken.png", icc_profile=b"no profile")
     found, pixels, _ = loaded(tmp_path)
     assert torch.equal(pixels[0], pixels[1])
-    assert ["which cannot be read" in each for each in found.remarks].count(True) == 1
+    assert ["which cannot be applied" in each for each in found.remarks].count(True) == 1
+
+
+def another_profile():
+    """The profile sRGB with red and green exchanged, under another name."""
+    profile = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    for wide in ("sRGB".encode("utf-16-be"), b"sRGB"):
+        profile = profile.replace(wide, wide.replace(b"s", b"w").replace(b"R", b"G"))
+    count = int.from_bytes(profile[128:132], "big")
+    tags = {bytes(profile[at : at + 4]): at for at in range(132, 132 + 12 * count, 12)}
+    red, green = tags[b"rXYZ"], tags[b"gXYZ"]
+    profile[red : red + 4], profile[green : green + 4] = b"gXYZ", b"rXYZ"
+    return bytes(profile)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P", "P, transparent"])
+def test_a_profile_is_applied_to_every_kind_of_colors(mode, tmp_path):
+    (tmp_path / "a").mkdir()
+    red = Image.new("RGBA", (28, 28), (200, 0, 0, 255))
+    for number in range(2):
+        red.convert(mode[:4].split(",")[0]).save(
+            tmp_path / "a" / f"{number}.png", icc_profile=another_profile(),
+            **({"transparency": 255} if "transparent" in mode else {}),
+        )  # fmt: skip
+    found, pixels, _ = loaded(tmp_path)
+    assert pixels[0, 1].float().mean() > 150 > 50 > pixels[0, 0].float().mean()
+    assert found.remarks[0].startswith("Converted from their color profile to sRGB: 2 pictures")
+    assert not any("transparent" in remark for remark in found.remarks), "every pixel is opaque"
+
+
+def test_gray_of_16_bits_may_have_a_transparent_value(tmp_path):
+    (tmp_path / "a").mkdir()
+    for number in range(2):
+        Image.fromarray(plain(0).astype(np.uint16) * 257).save(tmp_path / "a" / f"{number}.png", transparency=0)
+    _, pixels, _ = loaded(tmp_path)
+    assert torch.equal(pixels[0, 0] == 255, torch.from_numpy((plain(0) == 255) | (plain(0) == 0)))
+
+
+def test_bytes_with_a_sign_are_refused(tmp_path):
+    Image.fromarray(plain(0)).save(tmp_path / "a.tif", tiffinfo={339: 2})
+    with pytest.raises(UsageError, match=r"a\.tif contains numbers of 8 bits with a sign"):
+        decode_pictures([[("a.tif", tmp_path / "a.tif")]], of="set")
+
+
+def test_links_are_followed_and_broken_ones_named(tmp_path):
+    folder(tmp_path / "elsewhere", lambda path, a: Image.fromarray(a).save(f"{path}.png"))
+    inner = tmp_path / "pictures" / "class0"
+    inner.mkdir(parents=True)
+    (inner / "more").symlink_to(tmp_path / "elsewhere" / "class0")
+    (inner / "again").symlink_to(inner)
+    assert len(picture_files(inner)[0]) == 5
+    (inner / "gone.png").symlink_to(tmp_path / "annex" / "gone.png")
+    with pytest.raises(UsageError, match=r"gone\.png is a link to .*annex/gone\.png, which is not there"):
+        picture_files(inner)
 
 
 def test_sizes_are_asked_for_and_what_was_done_is_said(tmp_path):
@@ -177,6 +231,31 @@ def test_a_photo_of_a_phone_with_a_second_picture_is_read(tmp_path):
     first, second = (Image.fromarray(plain(each)).convert("RGB") for each in (0, 1))
     first.save(tmp_path / "class0" / "phone.jpg", format="MPO", save_all=True, append_images=[second], quality=100)
     assert len(loaded(tmp_path)[1]) == 11
+
+
+def test_warnings_of_pillow_become_remarks(tmp_path):
+    def cut(path, array):
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        Image.fromarray(array).convert("RGB").save(f"{path}.jpg", exif=exif.tobytes()[:-5])
+
+    found, _, _ = loaded(folder(tmp_path, cut))
+    assert any(each.startswith("Read although Pillow warns (Corrupt EXIF data") for each in found.remarks)
+
+
+@pytest.mark.parametrize("ending", ["avif", "tif"])
+def test_no_error_of_a_decoder_leaks(ending, tmp_path):
+    if ending == "avif" and not features.check("avif"):
+        pytest.skip("this Pillow reads no AVIF")
+    buffer = io.BytesIO()
+    Image.fromarray(plain(0)).convert("RGB").save(buffer, ending.replace("tif", "tiff"))
+    whole = buffer.getvalue()
+    for at in range(0, len(whole), 3):
+        for change in (0, 255):
+            damaged = bytearray(whole)
+            damaged[at] = change
+            with suppress(UsageError):
+                decode_pictures([[("the picture", bytes(damaged))]], of="set")
 
 
 @pytest.mark.parametrize("content", [b"", b"not a picture", "cut"])

@@ -26,6 +26,7 @@ from netweight.core.lazy import library
 from netweight.core.names import not_found
 from netweight.core.seeds import torch_generator
 from netweight.data.images.pictures import Fit, decode_pictures, picture_files
+from netweight.data.images.repeated_pictures import repeated_pictures
 from netweight.errors import MissingExtra, NetweightError, UsageError
 
 
@@ -222,6 +223,12 @@ def load_folder(
         raise UsageError(f"{root} is not a folder.", cure="Give a folder with a subfolder for each class.")
     given, remarks = _splits(root)
     splits = []
+    for part in dict.fromkeys((root, *given)):
+        if strays := picture_files(part, below=False)[0]:
+            remarks.append(
+                f"{part} contains pictures outside of the folders of its classes, which were left out: {len(strays)}, "
+                f"such as {strays[0].name}."
+            )
     for part in given:
         pictures, others = pictures_below(part)
         splits.append(pictures)
@@ -238,20 +245,29 @@ def load_folder(
     labels = [torch.tensor([classes.index(name) for name, own in part.items() for _ in own]) for part in splits]
     named = [[(str(file), file) for file in part] for part in files]
     decoded = decode_pictures(named, of=str(root), size=size, fit=fit)
-    images, remarks = list(decoded.splits), [*remarks, *decoded.remarks]
+    images, remarks, names = list(decoded.splits), [*remarks, *decoded.remarks], [[*map(str, own)] for own in files]
     if len(splits) == 1:
-        train_rows, test_rows = split_off(labels[0], test_share, seed=seed)
-        images, labels = [images[0][train_rows], images[0][test_rows]], [labels[0][train_rows], labels[0][test_rows]]
+        rows = split_off(labels[0], test_share, seed=seed)
+        if not len(rows[1]):
+            raise UsageError(
+                f"Each class of {root} has one picture, so that none can be held out to measure the accuracy.",
+                cure="Add pictures, or put pictures for the test into a folder `test` beside a folder `train`.",
+            )
+        images, labels = [images[0][own] for own in rows], [labels[0][own] for own in rows]
+        names = [[names[0][row] for row in own.tolist()] for own in rows]
     untested = [name for number, name in enumerate(classes) if not bool((labels[1] == number).any())]
     if untested:
         remarks.append(
             f"{len(untested)} of {len(classes)} classes have no test picture, such as {untested[0]!r}: the accuracy "
             "does not cover them."
         )
+    remarks += repeated_pictures(images, labels, names, classes)
     mean, std = measured_mean_std(images[0])
+    # The whole path is never the name of a public data set, some of which are divided as in a paper.
     return Images(
-        root.name, (images[0], labels[0]), (images[1], labels[1]), classes, mean=mean, std=std, remarks=tuple(remarks)
-    )
+        str(root.resolve()), (images[0], labels[0]), (images[1], labels[1]), classes, mean=mean, std=std,
+        remarks=tuple(remarks),
+    )  # fmt: skip
 
 
 def _splits(root: Path) -> tuple[list[Path], list[str]]:
@@ -338,24 +354,27 @@ def from_dataset(
     splits = [rows for rows in (train, test) if rows is not None]
     for rows in splits:
         _check_columns(rows, (image_column, label_column, *((writer_column,) if writer_column else ())), name)
-    labels = [list(rows[label_column]) for rows in splits]
+    labels = [_labels(rows, label_column, name, named=classes is None) for rows in splits]
     names = tuple(classes) if classes is not None else _class_names(train, label_column, labels[0])
     targets = [_targets(own, names, name) for own in labels]
     pictures = [
-        [(f"Row {row} of {name}", picture) for row, picture in enumerate(_undecoded(rows, image_column))]
-        for rows in splits
+        [(f"Row {row} of {part}", picture) for row, picture in enumerate(_undecoded(rows, image_column))]
+        for rows, part in zip(splits, (name, f"the test rows of {name}"), strict=False)
     ]
     decoded = decode_pictures(pictures, of=name, size=size, fit=fit)
     images = list(decoded.splits)
     writers = _writers([list(rows[writer_column]) for rows in splits]) if writer_column else None
+    called = [[row for row, _ in own] for own in pictures]
     if test is None:
-        train_rows, test_rows = split_off(targets[0], test_share, seed=seed)
-        images, targets = [images[0][train_rows], images[0][test_rows]], [targets[0][train_rows], targets[0][test_rows]]
-        writers = [writers[0][train_rows], writers[0][test_rows]] if writers else None
+        rows = split_off(targets[0], test_share, seed=seed)
+        images, targets = [images[0][own] for own in rows], [targets[0][own] for own in rows]
+        writers = [writers[0][own] for own in rows] if writers else None
+        called = [[called[0][row] for row in own.tolist()] for own in rows]
+    remarks = (*decoded.remarks, *repeated_pictures(images, targets, called, names))
     mean, std = mean_std or measured_mean_std(images[0])
     split = [(images[part], targets[part]) for part in (0, 1)]
     wrote = (writers[0], writers[1]) if writers else None
-    return Images(name, split[0], split[1], names, writers=wrote, mean=mean, std=std, remarks=decoded.remarks)
+    return Images(name, split[0], split[1], names, writers=wrote, mean=mean, std=std, remarks=remarks)
 
 
 def split_off(labels: Tensor, share: float, *, seed: int) -> tuple[Tensor, Tensor]:
@@ -392,11 +411,27 @@ def _check_columns(rows: Any, columns: Sequence[str], name: str) -> None:
         raise UsageError(f"A split of {name} has no rows.", cure="Give at least one row.")
 
 
+def _named_labels(rows: Any, column: str) -> tuple[str, ...]:
+    """The names that rows give to their class numbers, in order; none if they do not name them."""
+    return tuple(getattr(getattr(rows, "features", {}).get(column), "names", None) or ())
+
+
+def _labels(rows: Any, column: str, name: str, *, named: bool) -> list[Any]:
+    """The labels of rows; `named`: as names where the rows know them, since splits may number classes differently."""
+    labels, names = list(rows[column]), _named_labels(rows, column) if named else ()
+    odd = next((label for label in labels if not isinstance(label, str | int | float)), ...)
+    if odd is not ...:
+        raise UsageError(
+            f"{name} has a row whose label, in the column {column!r}, is {odd!r}.",
+            cure="Give each row one class, as text or a number, or leave the row out.",
+        )
+    return [names[label] if 0 <= label < len(names) else label for label in labels] if names else labels
+
+
 def _class_names(rows: Any, column: str, labels: list[Any]) -> tuple[str, ...]:
     """Name the classes: by the column's feature where that knows, else by the labels that occur."""
-    names = getattr(getattr(rows, "features", {}).get(column), "names", None)
-    if names:
-        return tuple(names)
+    if names := _named_labels(rows, column):
+        return names
     if all(isinstance(label, int) for label in labels):
         return tuple(str(label) for label in range(max(labels) + 1))
     return tuple(sorted({str(label) for label in labels}))

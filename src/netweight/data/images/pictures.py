@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from netweight.core.lazy import library
-from netweight.errors import UsageError
+from netweight.errors import NetweightError, UsageError
 
 Fit = Literal["stretch", "crop", "pad"]
 """Way of bringing a picture to another shape: stretched; cut to the shape in its middle; or with black bars."""
@@ -43,8 +43,9 @@ _OTHER_PROGRAMS = {
 }  # fmt: skip
 _GRAY = ("1", "L", "LA", "La", "I;16", "I;16B", "I;16L", "I;16N", "I", "F")
 _WIDE = ("I;16", "I;16B", "I;16L", "I;16N", "I", "F")
-# The tag of a TIFF that states which number is white.
-_PHOTOMETRIC = 262
+# Tags of a TIFF: which number is white, and whether numbers have a sign.
+_PHOTOMETRIC, _SAMPLE_FORMAT = 262, 339
+_SIGNED = 2
 _DEPTHS = (8, 10, 12, 14, 16)
 # Pictures that a remark names; the others are counted.
 _NAMED = 3
@@ -141,9 +142,16 @@ def picture_files(folder: Path, *, below: bool = True) -> tuple[list[Path], list
         UsageError: A file is neither a picture that can be read nor one of a kind that lies beside pictures.
     """
     pictures, others = [], []
-    for path in sorted(folder.rglob("*") if below else folder.glob("*")):
+    for path in sorted(_entries(folder) if below else folder.iterdir()):
         inside = path.relative_to(folder).parts
-        if not path.is_file() or any(part.startswith(".") or part == "__MACOSX" for part in inside):
+        if any(part.startswith(".") or part == "__MACOSX" for part in inside):
+            continue
+        if path.is_symlink() and not path.exists():
+            raise UsageError(
+                f"{path} is a link to {path.readlink()}, which is not there.",
+                cure="Fetch the file that it leads to, or remove the link.",
+            )
+        if not path.is_file():
             continue
         ending = path.suffix.lower()
         if ending in ENDINGS:
@@ -161,21 +169,40 @@ def picture_files(folder: Path, *, below: bool = True) -> tuple[list[Path], list
     return pictures, others
 
 
+def _entries(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield what lies below a folder, also behind links; a link back to a folder around it is not followed."""
+    place = folder.resolve()
+    if place in above:
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _entries(entry, (*above, place))
+        else:
+            yield entry
+
+
 @contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Turn what Pillow raises into an error that names the picture."""
+def _naming(name: str, remarks: _Remarks | None = None) -> Iterator[None]:
+    """Turn what Pillow raises into an error that names the picture, and its warnings into remarks."""
     image = library("PIL.Image", "Decoding pictures", "federated")
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             warnings.simplefilter("ignore", image.DecompressionBombWarning)
             yield
+        if remarks is not None:
+            for reason in dict.fromkeys(str(each.message).partition(".")[0] for each in warned):
+                remarks.add(f"Read although Pillow warns ({reason})", name)
     except image.DecompressionBombError as error:
         raise UsageError(
             f"{name} is larger than {2 * image.MAX_IMAGE_PIXELS:,} pixels, more than is allowed.",
             cure="Cut it into tiles, or save it smaller.",
         ) from error
-    except (OSError, TypeError, ValueError, SyntaxError, IndexError, EOFError) as error:
-        reason = str(error).rstrip(".")
+    except NetweightError:
+        raise
+    # The decoders of the formats raise errors of many kinds.
+    except Exception as error:
+        reason = str(error).rstrip(".") or type(error).__name__
         # Pillow names the type of its argument, and not the picture.
         if "BytesIO" in reason:
             reason = "its format is unknown"
@@ -184,24 +211,31 @@ def _naming(name: str) -> Iterator[None]:
         ) from error
 
 
-def _open(source: Any, name: str) -> Any:
+def _open(source: Any, name: str, remarks: _Remarks | None = None) -> Any:
     """Open a picture without decoding it."""
     image = library("PIL.Image", "Decoding pictures", "federated")
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path")
-    with _naming(name):
+    with _naming(name, remarks):
         if isinstance(source, bytes):
             picture = image.open(io.BytesIO(source))
         elif isinstance(source, str | Path):
             picture = image.open(io.BytesIO(Path(source).read_bytes()))
         else:
             picture = source if isinstance(source, image.Image) else image.fromarray(np.asarray(source))
-    frames = getattr(picture, "n_frames", 1)
+        frames = getattr(picture, "n_frames", 1)
+        formats = getattr(picture, "tag_v2", {}).get(_SAMPLE_FORMAT, ())
     # Photos of phones hold a second picture, such as a depth map, behind the one that is shown.
     if frames > 1 and picture.format != "MPO":
         raise UsageError(
             f"{name} has {frames} frames, and it is not known which of them is meant.",
             cure="Save the frames that are meant as pictures of their own.",
+        )
+    # Pillow reads numbers of 8 bits as if they had no sign, so that black and white change places.
+    if picture.mode not in _WIDE and _SIGNED in formats:
+        raise UsageError(
+            f"{name} contains numbers of 8 bits with a sign, and it is not known which of them are black and white.",
+            cure="Save it as PNG, of 8 or 16 bits.",
         )
     return picture
 
@@ -265,7 +299,9 @@ def _narrowed(picture: Any, name: str, depth: int, inverted: bool, remarks: _Rem
         levels = 255 - levels
         remarks.add("Inverted, because they store white as 0", name)
     narrow = image.fromarray(levels)
-    narrow.info.update({key: value for key, value in picture.info.items() if key == "exif"})
+    narrow.info.update({key: value for key, value in picture.info.items() if key in ("exif", "icc_profile")})
+    if isinstance(hidden := picture.info.get("transparency"), int):
+        narrow.putalpha(image.fromarray(np.where(values == hidden, 0, 255).astype(np.uint8)))
     return narrow
 
 
@@ -275,22 +311,23 @@ def _decode(
     """Decode a picture as uint8 of shape `(channels, height, width)`."""
     image = library("PIL.Image", "Decoding pictures", "federated")
     operations = library("PIL.ImageOps", "Decoding pictures", "federated")
-    picture = _open(source, name)
+    picture = _open(source, name, remarks)
     # The tag is read here, because the rotated picture does not have tags.
     inverted = _white_is_zero(picture)
-    with _naming(name):
+    with _naming(name, remarks):
         turned = operations.exif_transpose(picture)
-    if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:
-        remarks.add("Rotated as their EXIF entry states", name)
+        if turned is not picture and turned.size and picture.getexif().get(0x0112, 1) != 1:
+            remarks.add("Rotated as their EXIF entry states", name)
     picture = turned
     if picture.mode in _WIDE:
         picture = _narrowed(picture, name, depth, inverted, remarks)
-    with _naming(name):
+    with _naming(name, remarks):
         picture = _in_standard_colors(picture, name, remarks)
-        if "A" in picture.getbands() or "a" in picture.getbands() or "transparency" in picture.info:
+        if _has_alpha(picture):
             picture = picture.convert("RGBA")
-            picture = image.alpha_composite(image.new("RGBA", picture.size, "white"), picture)
-            remarks.add("Put on a white background, because they are partly transparent", name)
+            if picture.getchannel("A").getextrema()[0] < 255:
+                picture = image.alpha_composite(image.new("RGBA", picture.size, "white"), picture)
+                remarks.add("Put on a white background, because they are partly transparent", name)
         picture = picture.convert("L" if gray else "RGB")
         picture = _fitted(picture, name, size, fit, remarks)
         pixels = torch.from_numpy(np.array(picture, dtype=np.uint8))
@@ -298,22 +335,32 @@ def _decode(
     return pixels.unsqueeze(0) if gray else pixels.permute(2, 0, 1)
 
 
+def _has_alpha(picture: Any) -> bool:
+    """Return whether a picture states how transparent its pixels are."""
+    return "A" in picture.getbands() or "a" in picture.getbands() or "transparency" in picture.info
+
+
 def _in_standard_colors(picture: Any, name: str, remarks: _Remarks) -> Any:
     """A picture in sRGB: its color profile is applied, as programs that show pictures do."""
     profile = picture.info.get("icc_profile")
-    if not profile or picture.mode not in ("RGB", "CMYK", "LAB"):
+    if not profile or picture.mode == "1":
         return picture
+    # A profile is one of colors: those of a palette are looked up first, and transparency is no color.
+    alpha = picture.convert("RGBA").getchannel("A") if _has_alpha(picture) else None
+    if picture.mode not in ("L", "RGB", "CMYK", "LAB"):
+        picture = picture.convert("L" if picture.mode in _GRAY else "RGB")
     try:
         management = library("PIL.ImageCms", "Applying color profiles", "federated")
         own = management.ImageCmsProfile(io.BytesIO(profile))
-        if "sRGB" in str(management.getProfileName(own)):
-            return picture
-        shown = management.profileToProfile(picture, own, management.createProfile("sRGB"), outputMode="RGB")
+        if "sRGB" not in str(management.getProfileName(own)):
+            picture = management.profileToProfile(picture, own, management.createProfile("sRGB"), outputMode="RGB")
+            remarks.add("Converted from their color profile to sRGB", name)
     except (management.PyCMSError, OSError) as error:
-        remarks.add(f"Read without their color profile, which cannot be read ({error})", name)
-        return picture
-    remarks.add("Converted from their color profile to sRGB", name)
-    return shown
+        remarks.add(f"Read without their color profile, which cannot be applied ({error})", name)
+    if alpha is not None:
+        picture = picture.convert("RGB")
+        picture.putalpha(alpha)
+    return picture
 
 
 def _fitted(picture: Any, name: str, size: tuple[int, int] | None, fit: Fit, remarks: _Remarks) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
@@ -256,13 +257,23 @@ class FederationPlan(_Request):
                     "own.",
                     cure="Leave --size out, or name a folder of pictures with --data.",
                 )
-            return load(self.data)
+            return self._named_set(load(self.data))
         if Path(self.data).is_dir():
             size = None if self.size is None else parsed_size(self.size)
             images = load_folder(Path(self.data), size=size, fit=self.fit)
             refuse_one_class(Path(self.data), images.classes)
             return images
         raise not_found(f"{self.data!r} is neither a data set nor a folder.", self.data, NAMES)
+
+    def _named_set(self, images: Images) -> Images:
+        """Return a data set that was named, with a remark if a folder has the same name."""
+        if not Path(self.data).is_dir():
+            return images
+        remark = (
+            f"The data set {self.data} was read, and not the folder {Path(self.data).resolve()}: --data ./{self.data} "
+            "reads the folder."
+        )
+        return replace(images, remarks=(*images.remarks, remark))
 
     def task(self) -> Task:
         """Return the network and every client's data."""
