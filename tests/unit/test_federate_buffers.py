@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import warnings
 from collections.abc import Callable
 
@@ -19,6 +20,7 @@ from netweight.methods.federate.algorithms.fedbn import FedBN
 from netweight.methods.federate.algorithms.private_sgd import dp_fedavg
 from netweight.methods.federate.clipped_gradients import PrivateStep, by_examples, by_opacus, clipped_sum
 from netweight.methods.federate.engine import TrainedFederation
+from netweight.methods.federate.finished import state_dicts
 from netweight.methods.federate.local_model import LocalModel
 
 TRAINING = LocalTraining(epochs=2, lr=0.05, batch_size=5)
@@ -321,6 +323,66 @@ def test_state_that_no_client_could_own_is_refused_by_name(layer: type[nn.Module
         train(Task(nn.Sequential(layer(), linear()), nn.Linear(5, 3), data), fedavg(TRAINING), Federation(rounds=1))
 
 
+class Draws(nn.Module):
+    """Draws by Python's generator or by one of its own, so rarely that trials seldom show it."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.own = torch.Generator() if own else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        drawn = random.random() if self.own is None else float(torch.rand((), generator=self.own))
+        return x * 0 if self.training and drawn < 0.001 else x
+
+
+class ActsLate(nn.Module):
+    """Counts batches, and changes what it does after fifty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.batches += self.training
+        return x if self.batches < 50 else 0.1 * x
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (Draws(own=False), "by Python or NumPy"),
+        (Draws(own=True), "generator of its own, 'body.1.own'"),
+        (ActsLate(), "keeps 'body.1.batches' from batch to batch"),
+    ],
+)
+def test_state_that_acts_rarely_is_refused(layer: nn.Module, words: str) -> None:
+    task = Task(nn.Sequential(nn.Linear(6, 5), layer), nn.Linear(5, 3), [ClientData(examples(12, 0), examples(6, 1))])
+    with pytest.raises(Unsupported, match=words):
+        _ = task.habits
+
+
+def test_a_weight_under_two_names_is_exported_under_both() -> None:
+    task = Task(
+        nn.Sequential(nn.Linear(6, 5), TiedLayers()), nn.Linear(5, 3), [ClientData(examples(12, 0), examples(6, 1))]
+    )
+    run = train(task, fedavg(ONCE), Federation(rounds=1))
+    body, _ = state_dicts(task, run.weights(0))
+    assert torch.equal(body["1.first.weight"], body["1.second.weight"])
+    task.body.load_state_dict(body)
+    assert torch.equal(task.body_layout.join(dict(task.body.named_parameters())), run.weights(0).body)
+
+
+def test_complex_buffers_are_averaged() -> None:
+    body = nn.Linear(6, 5)
+    body.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+    run = train(
+        Task(body, nn.Linear(5, 3), [ClientData(examples(12, c), examples(6, c)) for c in (0, 1)]),
+        AveragedStatistics(fedavg(ONCE)),
+        Federation(rounds=1),
+    )
+    torch.testing.assert_close(run.state["statistics.body.turns"], body.turns)
+
+
 def test_weight_norm_by_a_hook_is_refused_with_its_successor() -> None:
     data = [ClientData(examples(8, 1), examples(8, 2))] * 2
     task = Task(nn.Sequential(weight_norm_by_hook(), nn.Tanh()), nn.Linear(5, 3), data)
@@ -394,6 +456,74 @@ def test_opacus_and_a_loop_agree(name: str) -> None:
             assert (a is None) == (b is None)
             if a is not None:
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Halved(nn.Module):
+    """Computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5).bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        computed: Tensor = self.layer(x.bfloat16())
+        return computed.float()
+
+
+class TimeFirst(nn.Module):
+    """Reads six inputs as a sequence of six, with time before the examples, as recurrent layers do by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.layer = nn.Linear(1, 4), nn.GRU(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        read: Tensor = self.layer(self.into(x.T[:, :, None]))[0][-1]
+        return read
+
+
+class CenteredBatch(nn.Module):
+    """Subtracts the mean of the batch, and keeps nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+def step_of(body: nn.Module, count: int) -> PrivateStep:
+    torch.manual_seed(0)
+    task = Task(body, nn.Linear(5, 3), [ClientData(examples(count, 0), examples(6, 1))])
+    model = LocalModel(task)
+    model.train("both")
+    batch, mask = task.client(0).train, torch.ones(count, dtype=torch.bool)
+    return PrivateStep(
+        model, task.initial_body(), task.initial_head(), batch, mask, "both", 0.01, model.layer_state({}, 0)
+    )
+
+
+@pytest.mark.parametrize("count", [6, 8])
+def test_examples_are_not_taken_for_points_in_time(count: int) -> None:
+    """Opacus would, and without an error where there are as many of both."""
+    step = step_of(TimeFirst(), count)
+    torch.testing.assert_close(clipped_sum(step).body, by_examples(step).body, rtol=1e-4, atol=1e-6)
+
+
+def test_weights_that_a_hook_computes_have_gradients_of_examples() -> None:
+    step = step_of(nn.utils.spectral_norm(nn.Linear(6, 5)), 8)
+    norms = clipped_sum(step).norms
+    assert norms.shape == (8,)
+    assert bool((norms > 0).all())
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (nn.Sequential(nn.Linear(6, 5), CenteredBatch()), "depend on the other examples of its batch"),
+        (Halved(), "weights are bfloat16"),
+    ],
+)
+def test_dp_refuses_what_no_norm_of_one_example_holds_for(body: nn.Module, words: str) -> None:
+    with pytest.raises(Unsupported, match=words):
+        clipped_sum(step_of(body, 8))
 
 
 @pytest.mark.parametrize("name", ["gru", "attention", "dropout"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from torch import nn
 
 import netweight
@@ -75,6 +76,43 @@ def test_a_clip_without_an_effect_or_of_two_meanings_is_refused(settings, cure):
     with pytest.raises(UsageError) as refused:
         FederationPlan(clip=0.5, **settings)
     assert cure in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cure"),
+    [
+        ({"alpha": 0.1}, "Give --partition dirichlet"),
+        ({"delta": 1e-6}, "add --noise, or use --method dp-fedavg"),
+        ({"liars": 2}, "Give --lie"),
+        ({"lie": "constant", "liars": 5, "clients": 5}, "Give --set liars=4 or less"),
+        ({"refuse": True}, "use --method hyperfl"),
+        ({"method": "local", "noise": 0.1}, "Leave --noise out"),
+        ({"method": "local", "lie": "scaled"}, "Leave --lie out"),
+    ],
+)
+def test_options_without_an_effect_are_refused(settings, cure):
+    with pytest.raises(UsageError) as refused:
+        FederationPlan(**settings)
+    assert cure in str(refused.value)
+
+
+def test_more_steps_than_any_client_trains_are_refused():
+    plan = FederationPlan(clients=5, minimum_steps=1000, epochs=1)
+    with pytest.raises(UsageError, match=r"at most 6 local steps.* Give --minimum-steps 6 or less"):
+        plan.make_method(plan.task())
+
+
+def unseeded(channels, size, classes):
+    frozen = nn.Linear(channels * size * size, 4).requires_grad_(False)
+    return nn.Sequential(nn.Flatten(), frozen, nn.Linear(4, 4)), nn.Linear(4, classes)
+
+
+def test_a_network_that_is_made_again_begins_with_the_same_numbers():
+    plan = FederationPlan(clients=5, model=f"{__name__}:unseeded")
+    one, two, other = plan.task(), plan.task(), plan.replace(seed=1).task()
+    for name, value in one.body.state_dict().items():
+        assert torch.equal(value, two.body.state_dict()[name])
+    assert not torch.equal(one.initial_body(), other.initial_body())
 
 
 def normalized(channels, size, classes):

@@ -339,6 +339,22 @@ def test_a_prompt_that_encoders_read_like_an_ordinary_one_is_refused(tmp_path):
     assert not (tmp_path / "edited").exists()
 
 
+def test_memorized_prompts_that_encoders_read_alike_are_refused(tmp_path):
+    """With an anchor each, the same tokens would have two answers."""
+    stable_diffusion().save_pretrained(tmp_path / "pipeline")
+    (tmp_path / "ordinary.txt").write_text("\n".join(ORDINARY))
+    (tmp_path / "targets.csv").write_text(f"prompt,image\n{PROMPT},one.png\n{PROMPT.upper()},one.png\n")
+    Image.new("RGB", (16, 16)).save(tmp_path / "one.png")
+    settings = FolderForgetting.of({"targets": tmp_path / "targets.csv", "ordinary": tmp_path / "ordinary.txt"})
+    with pytest.raises(UsageError, match=r"are the same tokens .* a prompt may have several rows"):
+        forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
+    (tmp_path / "targets.csv").write_text(f"prompt,image\n{PROMPT},one.png\n")
+    (tmp_path / "anchors.txt").write_text(f"{PROMPT.upper()}\n")
+    settings = settings.replace(anchors=tmp_path / "anchors.txt")
+    with pytest.raises(UsageError, match=r"which is an anchor, are the same tokens .* another prompt in --anchors"):
+        forget_folder(tmp_path / "pipeline", tmp_path / "edited", settings)
+
+
 @pytest.mark.parametrize("make", [lambda: stable_diffusion_3(t5=False), stable_diffusion_3, flux])
 def test_a_folder_without_an_optional_encoder_is_opened_as_it_was_saved(make, tmp_path):
     """SD3 is often kept without T5, which its model_index.json then says with null."""

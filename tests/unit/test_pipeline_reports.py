@@ -163,6 +163,34 @@ def test_a_quantized_part_is_named(folder):
         load_text_to_image(folder)
 
 
+def test_weights_of_whole_numbers_are_named(folder):
+    """Codes of 8 bits would be read as if they were the weights."""
+    file = folder / f"{UNET}.safetensors"
+    state = load_file(file)
+    name = next(name for name in state if name.endswith("attn1.to_q.weight"))
+    save_file(state | {name: (100 * state[name]).to(torch.int8)}, file, {"format": "pt"})
+    with pytest.raises(Unsupported, match=r"attn1\.to_q\.weight' of .* is stored as int8: it is quantized"):
+        load_text_to_image(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("tokenizer/tokenizer_config.json", {"model_max_length": None}, "returns any number of tokens"),
+        ("tokenizer/tokenizer_config.json", {"model_max_length": 777}, "returns 777 tokens"),
+        ("vae/config.json", {"scaling_factor": None}, "scaling_factor of the autoencoder is None"),
+        ("vae/config.json", {"latents_mean": [0.0] * 9, "latents_std": [1.0] * 9}, "latents_mean .* has 9 numbers"),
+    ],
+)
+def test_configurations_of_parts_that_do_not_fit_are_named(file, change, words, folder):
+    about = json.loads((folder / file).read_text()) | change
+    (folder / file).write_text(
+        json.dumps({key: value for key, value in about.items() if value is not None or "vae" in file})
+    )
+    with pytest.raises(UsageError, match=words):
+        load_text_to_image(folder)
+
+
 def test_a_pipeline_of_code_of_its_own_is_not_run(folder, tmp_path):
     """diffusers' custom pipelines: a class in a file of the folder."""
     marker = tmp_path / "ran"

@@ -22,7 +22,7 @@ from netweight.cli import netweight
 from netweight.core.digests import digest_file
 from netweight.errors import NameNotFound, Unsupported, UsageError
 from netweight.hf.load_pipeline import load_text_to_image
-from netweight.hf.pipeline_files import PipelineFiles, read_tensor, replace_tensors, tensor_places
+from netweight.hf.pipeline_files import PipelineFiles, pipeline_files, read_tensor, replace_tensors, tensor_places
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of diffusers
@@ -306,6 +306,21 @@ def test_links_of_the_hubs_cache_become_files(tmp_path):
     assert digests(snapshot) == digests(tmp_path / "blobs")
     run("undo", tmp_path / "edited", tmp_path / "again")
     assert digests(tmp_path / "again") == digests(snapshot)
+
+
+def test_a_linked_folder_of_a_part_is_copied_and_a_broken_link_named(tmp_path):
+    stable_diffusion().save_pretrained(tmp_path / "pipeline")
+    shutil.move(tmp_path / "pipeline" / "unet", tmp_path / "elsewhere")
+    (tmp_path / "pipeline" / "unet").symlink_to(tmp_path / "elsewhere")
+    run("apply", tmp_path / "pipeline", tmp_path / "edited", *tables(tmp_path))
+    assert (tmp_path / "edited" / f"{UNET}.safetensors").is_file()
+    run("undo", tmp_path / "edited", tmp_path / "again")
+    assert digest_file(tmp_path / "again" / f"{UNET}.safetensors") == digest_file(
+        tmp_path / "elsewhere" / "diffusion_pytorch_model.safetensors"
+    )
+    (tmp_path / "pipeline" / "README.md").symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(UsageError, match=r"README\.md is a link to .*gone, which is not there"):
+        pipeline_files(tmp_path / "pipeline")
 
 
 def test_places_of_a_sharded_pipeline_are_those_of_its_files(tmp_path):

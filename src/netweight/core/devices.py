@@ -17,7 +17,8 @@ def check_device(device: str) -> None:
     import torch
 
     try:
-        torch.empty(1, device=device)
+        if torch.empty(1, device=device).is_meta:
+            raise NotImplementedError("its tensors have no values")
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
         raise UsageError(

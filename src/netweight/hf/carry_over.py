@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from netweight.core.bounded_json import read_json
+from netweight.core.linked_folders import files_below
 from netweight.core.progress import silent_bars
 from netweight.core.weight_endings import WEIGHTS
 from netweight.report.card_sections import CARD, without_other_weights
@@ -43,11 +44,11 @@ def carry_over(source: str | Path, target: str | Path) -> list[str]:
     """
     source, target = Path(source), Path(target)
     copied: list[str] = []
-    for file in sorted(source.rglob("*")):
+    for file in sorted(files_below(source)):
         inside = file.relative_to(source)
         hidden = any(part.startswith(".") for part in inside.parts)
         report = any(part.endswith(_REPORTS) for part in inside.parts[:-1])
-        if not file.is_file() or hidden or report or file.name.lower().endswith(_REPLACED):
+        if hidden or report or file.name.lower().endswith(_REPLACED):
             continue
         place = target / inside
         if place.exists() and not _of_tokenizer(file.name):

@@ -44,6 +44,8 @@ from netweight.store.restoration import restore_file
 _PARTS = ("vae", "text_encoder", "tokenizer", "scheduler")
 LORA = "pytorch_lora_weights.safetensors"
 COMPRESSED_LORA = "pytorch_lora_weights.net.safetensors"
+# Tokenizers without a length say a larger number.
+_NO_LIMIT = 10**9
 # Pixels that an autoencoder decodes or encodes at a time: one picture of 512 × 512.
 _PIXELS = 2**18
 # Parts of a pipeline that no method here uses.
@@ -376,6 +378,8 @@ def text_to_image(pipeline: Any, *, name: str | None = None, size: tuple[int, in
     kind = denoiser_of(pipeline)
     kind.choose_size(size)
     _check_tokens(pipeline)
+    _check_lengths(kind.tokenizers, pipeline)
+    _check_autoencoder(pipeline.vae.config, kind.latent_shape[0])
     encoders = [getattr(pipeline, name, None) for name in ("text_encoder_2", "text_encoder_3")]
     for network in (kind.network, pipeline.vae, pipeline.text_encoder, *encoders):
         if network is not None:
@@ -403,6 +407,38 @@ def _check_tokens(pipeline: Any) -> None:
                 f"embeddings of {rows} tokens.",
                 cure="Save the pipeline after its words were added to all of its tokenizers and text encoders "
                 "(load_textual_inversion for each), or remove the word from the tokenizer.",
+            )
+
+
+def _check_lengths(tokenizers: Sequence[tuple[Any, int]], pipeline: Any) -> None:
+    """Refuse a tokenizer that returns more tokens than its text encoder has positions for."""
+    numbers = [n for n in ("", "_2", "_3") if getattr(pipeline, f"tokenizer{n}", None) is not None]
+    for number, (_, length) in zip(numbers, tokenizers, strict=True):
+        encoder = getattr(pipeline, f"text_encoder{number}", None)
+        most = getattr(getattr(encoder, "config", None), "max_position_embeddings", None)
+        if most is not None and length > most:
+            raise UsageError(
+                f"tokenizer{number} returns {'any number of' if length > _NO_LIMIT else length} tokens "
+                f"(model_max_length), and text_encoder{number} reads {most}.",
+                cure=f'Write "model_max_length": {most} into tokenizer{number}/tokenizer_config.json, or fetch the '
+                "pipeline again.",
+            )
+
+
+def _check_autoencoder(config: Any, channels: int) -> None:
+    """Refuse an autoencoder whose configuration does not say how its latents are scaled."""
+    scale = config.get("scaling_factor")
+    if not isinstance(scale, int | float) or not scale > 0:
+        raise UsageError(
+            f"The scaling_factor of the autoencoder is {scale!r}, and not a positive number.",
+            cure="Correct vae/config.json, or fetch the pipeline again.",
+        )
+    for name in ("latents_mean", "latents_std"):
+        values = config.get(name)
+        if values is not None and len(values) != channels:
+            raise UsageError(
+                f"The {name} of the autoencoder has {len(values)} numbers, and its latents have {channels} channels.",
+                cure="Correct vae/config.json, or fetch the pipeline again.",
             )
 
 
@@ -537,6 +573,8 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
             how["low_cpu_mem_usage"] = importlib.util.find_spec("accelerate") is not None
         network, loaded = kind.from_pretrained(view / part, local_files_only=True, output_loading_info=True, **how)
         refuse_missing_weights(files.folder / part, loaded, f"a {name}", unused=False)
+        if part not in files.compressed:
+            _refuse_whole_numbers(files, part, network)
         odd = next((n for n, w in network.named_parameters() if w.is_floating_point() and not _finite(w)), None)
         if odd is not None:
             raise UsageError(
@@ -545,6 +583,18 @@ def _networks(view: Path, files: PipelineFiles, dtypes: dict[str, torch.dtype]) 
             )
         networks[part] = network
     return networks
+
+
+def _refuse_whole_numbers(files: PipelineFiles, part: str, network: nn.Module) -> None:
+    """Refuse weights that are stored as whole numbers: a program quantized them, and its scales would not be used."""
+    weights = {name.removeprefix("text_model.") for name, w in network.named_parameters() if w.is_floating_point()}
+    for name, (path, place) in files.places(part).items():
+        if name.removeprefix("text_model.") in weights and not place.dtype.is_floating_point:
+            raise Unsupported(
+                f"The weight {name!r} of {files.folder / path} is stored as {str(place.dtype).removeprefix('torch.')}: "
+                "it is quantized, and not a number that can be read or edited.",
+                cure="Give the pipeline in fp32, bf16 or fp16.",
+            )
 
 
 def _finite(weight: Tensor) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 from netweight.core import quantities
+from netweight.core.linked_folders import files_below
 from netweight.registry import PrintedTable, Result
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class CostPlan:
 
 def folder_bytes(folder: Path) -> int:
     """Return the size of all files of a folder, in bytes."""
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in files_below(folder))
 
 
 def duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from netweight.core.bounded_json import read_json
+from netweight.core.linked_folders import files_below
 from netweight.core.tensor_bytes import row_major_bytes
 from netweight.core.weight_endings import FOREIGN, PICKLES
 from netweight.errors import CorruptBlob, NameNotFound, Unsupported, UsageError
@@ -518,8 +519,4 @@ def other_weights(folder: Path) -> list[Path]:
 
 def pipeline_files(folder: Path) -> list[Path]:
     """Return every file of a pipeline's folder, relative to it, without the folders of tools such as `.git`."""
-    return sorted(
-        path.relative_to(folder)
-        for path in folder.rglob("*")
-        if path.is_file() and not set(path.relative_to(folder).parts[:-1]) & set(TOOL_FOLDERS)
-    )
+    return sorted(path.relative_to(folder) for path in files_below(folder, without=TOOL_FOLDERS))

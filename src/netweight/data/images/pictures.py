@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from netweight.core.lazy import library
+from netweight.core.linked_folders import files_below, refuse_broken_link
 from netweight.errors import NetweightError, UsageError
 
 Fit = Literal["stretch", "crop", "pad"]
@@ -142,16 +143,10 @@ def picture_files(folder: Path, *, below: bool = True) -> tuple[list[Path], list
         UsageError: A file is neither a picture that can be read nor one of a kind that lies beside pictures.
     """
     pictures, others = [], []
-    for path in sorted(_entries(folder) if below else folder.iterdir()):
+    for path in sorted(files_below(folder, without=("__MACOSX",)) if below else folder.iterdir()):
         inside = path.relative_to(folder).parts
-        if any(part.startswith(".") or part == "__MACOSX" for part in inside):
-            continue
-        if path.is_symlink() and not path.exists():
-            raise UsageError(
-                f"{path} is a link to {path.readlink()}, which is not there.",
-                cure="Fetch the file that it leads to, or remove the link.",
-            )
-        if not path.is_file():
+        refuse_broken_link(path)
+        if not path.is_file() or any(part.startswith(".") for part in inside):
             continue
         ending = path.suffix.lower()
         if ending in ENDINGS:
@@ -167,18 +162,6 @@ def picture_files(folder: Path, *, below: bool = True) -> tuple[list[Path], list
             _open(path, str(path))
             pictures.append(path)
     return pictures, others
-
-
-def _entries(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
-    """Yield what lies below a folder, also behind links; a link back to a folder around it is not followed."""
-    place = folder.resolve()
-    if place in above:
-        return
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            yield from _entries(entry, (*above, place))
-        else:
-            yield entry
 
 
 @contextmanager

@@ -237,7 +237,8 @@ def noise_multiplier(epsilon: float, delta: float, *, n: int, batch_size: int, e
     except ValueError as error:
         raise UsageError(
             f"No noise keeps {steps} steps at rate {rate:.4g} within epsilon {epsilon}, delta {delta}: {error}",
-            cure="Allow a larger epsilon, or train for fewer epochs (in a command: --epsilon, --epochs, --rounds).",
+            cure="Allow a larger epsilon or delta, or train for fewer epochs (in a command: --epsilon, --delta, "
+            "--epochs, --rounds).",
         ) from error
     return noise
 

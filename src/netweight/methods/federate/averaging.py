@@ -57,7 +57,7 @@ def average_tensor(base: Tensor, values: Sequence[Tensor | LowRankUpdate], share
         values: Each client's tensor, or its low-rank change of the server's.
         shares: Each client's weight; they add up to 1.
     """
-    if not base.is_floating_point():
+    if not base.is_floating_point() and not base.is_complex():
         return median_of_whole_numbers(base, values)
     low = [(value, share) for value, share in zip(values, shares, strict=True) if isinstance(value, LowRankUpdate)]
     mean = _average_low_rank(base, low) if low else torch.zeros_like(base)

@@ -122,6 +122,17 @@ def refuse_mixing_layers(model: LocalModel) -> None:
                     cure="Use a network with GroupNorm or LayerNorm, or a method without differential privacy, such as "
                     "fedavg (--method fedavg).",
                 )
+        rounded = {value.dtype for value in module.parameters() if value.requires_grad} & {
+            torch.float16,
+            torch.bfloat16,
+        }
+        if module.training and rounded:
+            raise Unsupported(
+                f"The {half}'s weights are {str(rounded.pop()).removeprefix('torch.')}: norms of gradients would be "
+                "rounded so much that gradients are longer than the clipping norm, and no ε holds.",
+                cure="Return the network in float32 (module.float()), or use a method without differential privacy, "
+                "such as fedavg (--method fedavg).",
+            )
         from_data = [name for name in model.habits.from_data if name.startswith(f"{half}.")]
         if module.training and from_data:
             raise Unsupported(
@@ -129,6 +140,13 @@ def refuse_mixing_layers(model: LocalModel) -> None:
                 cure="Leave the layer out of the network, or use a method without differential privacy, such as fedavg "
                 "(--method fedavg).",
             )
+    if model.habits.mixes and (model.body.training or model.head.training):
+        raise Unsupported(
+            "The outputs of the network for an example depend on the other examples of its batch, so that no example "
+            "has a gradient of its own to clip.",
+            cure="Compute means and attention within each example (in torch's attention, batch_first=True), or use a "
+            "method without differential privacy, such as fedavg (--method fedavg).",
+        )
 
 
 # For layers that vmap runs example by example, such as attention, torch would warn in every step.
@@ -139,6 +157,8 @@ _WARNINGS = threading.Lock()
 _WAYS: weakref.WeakKeyDictionary[LocalModel, list[Callable[[PrivateStep], ClippedGradients]]] = (
     weakref.WeakKeyDictionary()
 )
+# Models for which opacus was compared with one example after another.
+_CHECKED: weakref.WeakSet[LocalModel] = weakref.WeakSet()
 # Whether the fast way is right for what a model trains, as far as it was tried.
 _FITS: weakref.WeakKeyDictionary[LocalModel, dict[Trains, bool]] = weakref.WeakKeyDictionary()
 
@@ -187,6 +207,9 @@ def by_any_means(step: PrivateStep) -> ClippedGradients:
     while True:
         own = state.snapshot()
         try:
+            if ways[0] is by_opacus and step.model not in _CHECKED:
+                _refuse_wrong_rows(step)
+                _CHECKED.add(step.model)
             clipped = ways[0](replace(step, state=own))
             break
         except (RuntimeError, NotImplementedError, ValueError, TypeError, MissingExtra) as error:
@@ -201,6 +224,23 @@ def by_any_means(step: PrivateStep) -> ClippedGradients:
         with torch.no_grad():
             step.model.loss(step.body, step.head, step.batch[0][counted], step.batch[1][counted], state)
     return clipped
+
+
+def _refuse_wrong_rows(step: PrivateStep) -> None:
+    """Raise unless opacus has one gradient for each example, whatever their number.
+
+    It takes the first dimension of every layer's input for the examples. Where that is time, and as long as the batch,
+    it returns gradients of points in time.
+    """
+    for count in (2, 3):
+        rows = torch.arange(count, device=step.mask.device) % len(step.mask)
+        few = replace(step, batch=(step.batch[0][rows], step.batch[1][rows]), mask=torch.ones_like(rows).bool())
+        one, other = (
+            way(replace(few, state=(step.state or LayerState()).snapshot())) for way in (by_opacus, by_examples)
+        )
+        # Where random numbers are drawn, the two ways draw others; then the shapes have to fit.
+        if not step.model.habits.random and not _agree(one, other, few.mask, step.clip):
+            raise ValueError("opacus computes other gradients")
 
 
 def by_vmap(step: PrivateStep) -> ClippedGradients:
@@ -318,6 +358,9 @@ def by_layers(step: PrivateStep) -> ClippedGradients | None:
     if backward is None:
         return None
     gradients, loss = backward
+    if any(prefix + name not in gradients for prefix, _, layout in halves for name in layout.names):
+        # A hook computes the layer's weight from others, as the old spectral normalization does.
+        return None
     parts = [[gradients[prefix + name] for name in layout.names] for prefix, _, layout in halves]
     norms, factors = step.factors(torch.stack([one.squared_norms() for half in parts for one in half]).sum(0))
     sums = [torch.cat([one.weighted_sum(factors) for one in half]) for half in parts]

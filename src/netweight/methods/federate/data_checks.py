@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from netweight.errors import UsageError
 from netweight.methods.federate.habits import copied
+from netweight.methods.federate.local_model import one_tensor
 from netweight.methods.federate.task import ClientData, Task
 
 # Examples that are run through the network at a time.
@@ -63,9 +64,14 @@ def _refuse_values(inputs: Tensor, what: str) -> None:
 def _outputs(halves: nn.ModuleList, inputs: Tensor, what: str) -> Tensor:
     tried = inputs[:2] if inputs.is_floating_point() else inputs
     device = next(halves.parameters()).device
+    parts = []
     try:
-        parts = [halves[1](halves[0](part.to(device))) for part in torch.split(tried, _AT_ONCE)]
+        for part in torch.split(tried, _AT_ONCE):
+            features = one_tensor(halves[0], halves[0](part.to(device)))
+            parts.append(one_tensor(halves[1], halves[1](features)))
         outputs: Tensor = torch.cat(parts)
+    except UsageError:
+        raise
     # The network of a user may raise anything.
     except Exception as error:
         kinds = {value.dtype for value in halves.parameters() if value.is_floating_point()}

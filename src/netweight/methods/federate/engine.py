@@ -13,6 +13,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor
 
+from netweight.core.devices import check_device
 from netweight.core.digests import digest_config, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.core.threads import usable_cores
@@ -89,6 +90,7 @@ def train(
             could be used in any round; the state is saved.
         PrivateTensor: The method was about to send a private tensor.
     """
+    check_device(str(device))
     for client in task.clients:
         refuse_unfit_examples(task, client)
     with ExitStack() as stack:
@@ -289,6 +291,7 @@ def run_key(
         "settings": {name: getattr(settings, name) for name in Federation.model_fields if name not in may_change},
         "method": parts_of(method), "clients": len(data), "data": digest_config(data),
         "initial_weights": dict(zip(("body", "head"), start, strict=True)), "layouts": digest_config(layouts),
+        "frozen_weights": digest_config({name: digest_tensor(value) for name, value in task.constants().items()}),
     }  # fmt: skip
 
 

@@ -102,11 +102,16 @@ def state_dicts(task: Task, weights: ClientWeights) -> tuple[dict[str, Tensor], 
         ("body", task.body, task.body_layout, weights.body),
         ("head", task.head, task.head_layout, weights.head),
     ):
+        # The module's own dictionary also contains a weight of two layers under the names of both.
         own: nn.Module = copy.deepcopy(module)
-        state = own.state_dict()
-        buffers = {n.removeprefix(f"{half}."): v for n, v in weights.statistics.items() if n.startswith(f"{half}.")}
-        state.update({name: value for name, value in {**layout.split(vector), **buffers}.items() if name in state})
-        made.append({name: value.detach().cpu().clone().contiguous() for name, value in state.items()})
+        with torch.no_grad():
+            for name, value in layout.split(vector).items():
+                own.get_parameter(name).copy_(value)
+        for name, value in weights.statistics.items():
+            if name.startswith(f"{half}."):
+                path, _, buffer = name.removeprefix(f"{half}.").rpartition(".")
+                own.get_submodule(path)._buffers[buffer] = value
+        made.append({name: value.detach().cpu().clone().contiguous() for name, value in own.state_dict().items()})
     return made[0], made[1]
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +26,8 @@ class Habits:
     """True if the network cannot be trained on a batch of one example, as with batch normalization of features."""
     from_data: tuple[str, ...] = ()
     """Buffers whose new values depend on the examples of a batch, as running statistics do."""
+    mixes: bool = False
+    """True if the outputs for an example depend on the other examples of its batch."""
 
 
 def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
@@ -141,7 +146,7 @@ def copied(module: nn.Module) -> nn.Module:
         raise Unsupported(
             f"{type(module).__name__} cannot be copied: {str(error).strip().splitlines()[0]}",
             cure="Use torch.nn.utils.parametrizations (weight_norm, spectral_norm) in place of the functions of "
-            "torch.nn.utils.",
+            "torch.nn.utils, and make pruning permanent (torch.nn.utils.prune.remove).",
         ) from error
 
 
@@ -155,14 +160,16 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
 
     Raises:
         UsageError: The network cannot take such inputs.
-        Unsupported: The network keeps something between batches that is not a registered buffer.
+        Unsupported: The network keeps something between batches that is not a registered buffer, or draws random
+            numbers that are not those of torch.
     """
     first = inputs if len(inputs) > 1 else torch.cat([inputs, inputs])
     second = first.flip(0) * 0.5 if first.is_floating_point() else first.flip(0)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        _refuse_foreign_numbers(nn.ModuleList([copied(body), copied(head)]).train(), first)
         one, fresh, other = (nn.ModuleList([copied(body), copied(head)]).train() for _ in range(3))
         before = _kept(one)
-        random = _run(one, first)[1]
+        draws = _run(one, first)[1]
         after = _kept(one)
         _run(other, second)
         # A network that begins with the same buffers, and nothing else of what it kept, has to go on in the same way.
@@ -176,12 +183,49 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
             changed = [
                 n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)
             ]
-            raise Unsupported(
-                f"The network keeps {_named(changed[0]) if changed else 'something'!r} from batch to batch. This is "
-                "not a registered buffer of a trained layer, so all clients of this process would share it.",
-                cure="Register it as a buffer with its initial value (`register_buffer`), or leave it out.",
-            )
-    return Habits(random, _needs_two(body, head, inputs), from_data)
+            raise _shared_by_clients(_named(changed[0]) if changed else "something")
+        mixes = _mixes(body, head, first[:1], second, training=not draws)
+    return Habits(draws, _needs_two(body, head, inputs), from_data, mixes)
+
+
+def _refuse_foreign_numbers(halves: nn.ModuleList, inputs: Tensor) -> None:
+    """Refuse random numbers that are not those of torch, and numbers that change whenever a layer runs.
+
+    Such a number may act only after many batches, as a warm-up does, which no trial would show.
+    """
+    process = random.getstate(), np.random.get_state(legacy=False)
+    generator = next((name for name, value in _numbers(halves) if isinstance(value, torch.Generator)), None)
+    kept = []
+    for _ in range(2):
+        _run(halves, inputs)
+        kept.append({name: value for name, value in _numbers(halves) if isinstance(value, int | float)})
+    drawn = str(process) != str((random.getstate(), np.random.get_state(legacy=False)))
+    if generator is not None or drawn:
+        source = f"from a generator of its own, {_named(generator)!r}" if generator else "by Python or NumPy"
+        raise Unsupported(
+            f"The network draws random numbers {source}: all clients of this process would share it, and no run could "
+            "be repeated.",
+            cure="Draw them by torch, without a generator.",
+        )
+    counted = next((name for name, value in kept[1].items() if not _same(value, kept[0].get(name))), None)
+    if counted is not None:
+        raise _shared_by_clients(_named(counted))
+
+
+def _shared_by_clients(name: str) -> Unsupported:
+    return Unsupported(
+        f"The network keeps {name!r} from batch to batch. This is not a registered buffer of a trained layer, so all "
+        "clients of this process would share it.",
+        cure="Register it as a buffer with its initial value (`register_buffer`), or leave it out.",
+    )
+
+
+def _numbers(halves: nn.ModuleList) -> Iterator[tuple[str, Any]]:
+    """Yield what the layers keep beside tensors and modules, by name."""
+    for path, module in halves.named_modules():
+        for name, value in vars(module).items():
+            if name not in _TORCHS_OWN:
+                yield f"{path}.{name}", value
 
 
 def _owned_buffers(halves: nn.ModuleList) -> dict[str, Tensor]:
@@ -210,6 +254,23 @@ def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
     return outputs, not torch.equal(begun, torch.get_rng_state())
 
 
+def _mixes(body: nn.Module, head: nn.Module, one: Tensor, others: Tensor, *, training: bool) -> bool:
+    """Return whether the outputs for one example change with the others of its batch.
+
+    Networks that draw random numbers draw others for another batch, so they are tried outside of training mode.
+    """
+    halves, again = (nn.ModuleList([copied(body), copied(head)]).train(training) for _ in range(2))
+    together, drawn = _run(halves, torch.cat([one, others]))
+    if drawn:
+        return False
+    try:
+        alone = _run(again, one)[0]
+    except UsageError:
+        # A layer that normalizes over the batch refuses a single example.
+        return True
+    return not torch.allclose(together[:1].float(), alone.float(), rtol=1e-2, atol=1e-3)
+
+
 def _needs_two(body: nn.Module, head: nn.Module, inputs: Tensor) -> bool:
     halves = nn.ModuleList([copied(body), copied(head)]).train()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -223,14 +284,11 @@ def _needs_two(body: nn.Module, head: nn.Module, inputs: Tensor) -> bool:
 def _kept(halves: nn.ModuleList) -> dict[str, Any]:
     """Return copies of all buffers, tensors and numbers that the layers keep beside their parameters."""
     state: dict[str, Any] = {name: value.clone() for name, value in halves.named_buffers()}
-    for path, module in halves.named_modules():
-        for name, value in vars(module).items():
-            if name in _TORCHS_OWN:
-                continue
-            if isinstance(value, Tensor):
-                state[f"{path}.{name}"] = value.detach().clone()
-            elif isinstance(value, int | float):
-                state[f"{path}.{name}"] = value
+    for name, value in _numbers(halves):
+        if isinstance(value, Tensor):
+            state[name] = value.detach().clone()
+        elif isinstance(value, int | float):
+            state[name] = value
     return state
 
 

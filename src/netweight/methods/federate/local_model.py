@@ -169,7 +169,15 @@ def _constants(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _run(module: nn.Module, tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
-    outputs = functional_call(module, tensors, (inputs,))
+    return one_tensor(module, functional_call(module, tensors, (inputs,)))
+
+
+def one_tensor(module: nn.Module, outputs: object) -> Tensor:
+    """Return what a half of a network returned.
+
+    Raises:
+        UsageError: It is something else than a tensor, such as a tuple or an output of transformers.
+    """
     if not isinstance(outputs, Tensor):
         raise UsageError(
             f"{type(module).__name__} returns {type(outputs).__name__}, not a tensor.",

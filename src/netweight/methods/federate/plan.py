@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, final
 
 from pydantic import Field, FilePath
 
@@ -72,7 +72,7 @@ class _Clients(Settings):
         default=None,
         description="Network of your own as MODULE:FUNCTION. The function takes channels, image size and "
         "number of classes, and returns body and head; the size is one number for square images, else height and "
-        "width.",
+        "width. It draws its first weights by --seed.",
     )
 
     def check(self) -> None:
@@ -162,11 +162,50 @@ class _Request(Federation, _Clients):
                 f"{self.method} without --noise clips nothing, so --clip has no effect.",
                 cure="Leave --clip out, add --noise, or use --method dp-fedavg.",
             )
+        self._refuse_options_without_effect()
         if self.clip is not None and entry.private and self.noise:
             raise UsageError(
                 f"{self.method} clips the gradients of examples and --noise clips updates; --clip could mean either.",
                 cure="Leave out --clip, so that each has its default, or leave out --noise.",
             )
+
+    def _refuse_options_without_effect(self) -> None:
+        """Refuse options that change nothing beside the others, and more malicious clients than can be."""
+        given = {name for name in ("alpha", "delta", "liars") if getattr(self, name) != _default(name)}
+        if "alpha" in given and self.partition != "dirichlet":
+            raise UsageError(
+                f"--alpha has no effect on the partition {self.partition}.",
+                cure="Give --partition dirichlet, or leave --alpha out.",
+            )
+        if "delta" in given and not entry_of(self.method).private and not self.noise:
+            raise UsageError(
+                f"{self.method} adds no noise, so --delta has no effect.",
+                cure="Leave --delta out, add --noise, or use --method dp-fedavg.",
+            )
+        if self.refuse and not self.method.startswith("hyperfl"):
+            raise UsageError(
+                f"{self.method} sends clients no hypernetwork that they could reject.",
+                cure="Leave --refuse out, or use --method hyperfl.",
+            )
+        if "liars" in given and self.lie is None:
+            raise UsageError(
+                "`liars` has no effect without a kind of malicious clients.", cure="Give --lie, such as --lie scaled."
+            )
+        if self.lie is not None and self.liars >= self.clients:
+            raise UsageError(
+                f"{self.liars} of {self.clients} clients would be malicious: no honest one would be left.",
+                cure=f"Give --set liars={max(self.clients - 1, 1)} or less, or more --clients.",
+            )
+        sent = "noise" if self.noise else "lie" if self.lie is not None else ""
+        if self.method == "local" and sent:
+            raise UsageError(
+                f"With the method local, clients send nothing, so --{sent} has no effect.",
+                cure=f"Leave --{sent} out, or use --method fedavg.",
+            )
+
+
+def _default(name: str) -> Any:
+    return _Request.model_fields[name].get_default(call_default_factory=True)
 
 
 class FolderFederation(_Request):
@@ -291,15 +330,22 @@ class FederationPlan(_Request):
         return Task(body, head, parts, augment=augment, remarks=images.remarks)
 
     def _network(self, images: Images) -> tuple[nn.Module, nn.Module]:
+        import torch
         from torch import nn
 
+        from netweight.core.seeds import derive
         from netweight.methods.federate.small_cnn import SMALL_CNN_SIZES, small_cnn
 
         channels, height, width = images.shape
         if self.model is not None:
             size = height if height == width else (height, width)
             make = import_named(self.model, "The model")
-            with running(f"The network {self.model!r}, called with {channels}, {size} and {len(images.classes)},"):
+            # Later commands make the network again, which must then begin with the same numbers.
+            with (
+                running(f"The network {self.model!r}, called with {channels}, {size} and {len(images.classes)},"),
+                torch.random.fork_rng(devices=[]),
+            ):
+                torch.manual_seed(derive(self.seed, "network"))
                 made = make(channels, size, len(images.classes))
             if not isinstance(made, tuple | list) or len(made) != 2 or not all(isinstance(m, nn.Module) for m in made):
                 raise UsageError(
@@ -368,6 +414,8 @@ class FederationPlan(_Request):
             from netweight.methods.federate.algorithms.averaged_statistics import AveragedStatistics
 
             method = AveragedStatistics(method)
+        if self.minimum_steps > 1:
+            self._refuse_minimum_of_steps(task)
         if self.noise or self.refuse or self.minimum_steps > 1:
             # A clip beside a private method is refused, so that here it is that of the update.
             added = UpdateNoise(self.clip or _UPDATE_CLIP, self.noise) if self.noise else None
@@ -378,6 +426,27 @@ class FederationPlan(_Request):
         bounded = self.aggregator.bounds_to_median or self.aggregator.compares_values
         reach = 1.0 if bounded else 0.95 * self.most_norm
         return WithMaliciousClients(method, self.lie, task.clients[-self.liars :], reach)
+
+    def _refuse_minimum_of_steps(self, task: Task) -> None:
+        """Refuse a least number of local steps that no client reaches."""
+        from netweight.methods.federate.local import steps_per_epoch
+
+        training = self.training()
+        if training is None:
+            raise UsageError(
+                f"{self.method} does not train in epochs, so its local steps cannot be counted.",
+                cure="Leave --minimum-steps out.",
+            )
+        needs_two = task.habits.needs_two
+        most = training.epochs * max(
+            steps_per_epoch(task.client(client).n, training.batch_size, needs_two=needs_two) for client in task.clients
+        )
+        if most < self.minimum_steps:
+            raise UsageError(
+                f"Clients would train at most {most} local steps, fewer than the {self.minimum_steps} of "
+                "--minimum-steps, so that none would take part.",
+                cure=f"Give --minimum-steps {most} or less, more --epochs, or a smaller --batch-size.",
+            )
 
     def save(self, folder: Path) -> None:
         """Write the settings into a folder."""

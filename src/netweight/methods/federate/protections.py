@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from netweight.core import seeds
-from netweight.errors import UsageError
+from netweight.errors import Unsupported, UsageError
 from netweight.methods.federate.acceptance import AcceptanceLimits, reasons_to_decline, relative_change
 from netweight.methods.federate.accounting import AnswerPrivacy, Release, privacy_of
 from netweight.methods.federate.algorithms.hyperfl import rows_of_body
@@ -136,11 +136,19 @@ def _noisy(update: Update, received: Tensors, noise: UpdateNoise, seed: int) -> 
     """Return an update whose change is clipped as one vector and whose every value has noise."""
     # The noise comes from the federation's seed, so that a run can be repeated; a client of a real federation trains
     # with a seed that no one else knows.
-    changes = {name: value - received[name] for name, value in dense_tensors(update.tensors, received).items()}
+    tensors = dense_tensors(update.tensors, received)
+    whole = {name: value for name, value in tensors.items() if not value.is_floating_point() and not value.is_complex()}
+    if counted := next((name for name, value in whole.items() if not torch.equal(value, received[name])), None):
+        raise Unsupported(
+            f"The update contains the whole numbers {counted!r}, which training changed, and noise cannot be added to "
+            "them.",
+            cure="Let clients keep such buffers (--statistics client), or leave out --noise.",
+        )
+    changes = {name: value - received[name] for name, value in tensors.items() if name not in whole}
     norm = float(torch.stack([change.double().square().sum() for change in changes.values()]).sum().sqrt())
     factor = min(1.0, noise.clip / (norm + 1e-12))
     generator = seeds.torch_generator(seed, "client", update.client, "round", update.round, "update noise")
-    sent = {}
+    sent: dict[str, Tensor] = dict(whole)
     for name, change in changes.items():
         drawn = torch.randn(change.shape, generator=generator, dtype=change.dtype)
         sent[name] = received[name] + factor * change + noise.clip * noise.multiplier * drawn

@@ -152,6 +152,15 @@ class Task:
             for buffer, value in module.named_buffers(recurse=False)
         }
 
+    def constants(self) -> dict[str, Tensor]:
+        """Return what clients have before training beside trained parameters: frozen ones, and all buffers."""
+        return {
+            f"{half}.{name}": value.detach()
+            for half, module in (("body", self.body), ("head", self.head))
+            for name, value in (*module.named_parameters(), *module.named_buffers())
+            if not value.requires_grad
+        }
+
     @cached_property
     def habits(self) -> Habits:
         """Side effects of the network's training, found by trying it on some examples of a client."""

@@ -115,7 +115,8 @@ def noise_for_task(task: Task, epsilon: float, delta: float, *, batch_size: int,
         if high > 1e4 * least:
             raise UsageError(
                 f"No noise keeps ε at {epsilon} where clients have the same examples.",
-                cure="Allow a larger epsilon, or train for fewer epochs (in a command: --epsilon, --epochs, --rounds).",
+                cure="Allow a larger epsilon or delta, or train for fewer epochs (in a command: --epsilon, --delta, "
+                "--epochs, --rounds).",
             )
         low, high = high, 2 * high
     while high > 1.01 * low:

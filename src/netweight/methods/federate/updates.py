@@ -179,6 +179,8 @@ def _largest(part: Tensor) -> float:
     """Return the largest magnitude, NaN if there is one and 0 for an empty tensor: one pass, in the order of memory."""
     if not part.numel():
         return 0.0
+    if part.is_complex():
+        part = torch.view_as_real(part)
     low, high = torch.aminmax(part.T if part.ndim == 2 and part.stride(0) < part.stride(1) else part)
     return max(-low.item(), high.item()) if low == low else math.nan
 

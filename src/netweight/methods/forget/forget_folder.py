@@ -96,6 +96,7 @@ def forget_folder(
     model, earlier = open_pipeline(source, settings.pipeline), read_records(source)
     check_lengths(model, [*prompts, *(anchors or [])])
     _check_read_apart(model, {"memorized": prompts, "ordinary": ordinary})
+    _check_read_apart(model, {"memorized": prompts, "an anchor": anchors or []})
     pairs = _pairs(settings, model)
     with Job.beside(destination, overwrite=None) as job:
         checked = pairs if settings.verify else None
@@ -299,14 +300,22 @@ def _check_apart(groups: Mapping[str, Sequence[str]]) -> None:
 
 
 def _check_read_apart(model: PipelineModel, groups: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a prompt in one group that the text encoders read like a prompt in another one."""
+    """Refuse prompts of two groups, and two memorized ones, that the text encoders read alike."""
+    once: dict[tuple[tuple[int, ...], ...], str] = {}
+    for prompt in groups["memorized"]:
+        other = once.setdefault(token_numbers(model, prompt), prompt)
+        if other != prompt:
+            raise UsageError(
+                f"The memorized prompts {other!r} and {prompt!r} are the same tokens to the text encoders.",
+                cure="Write one of them in the rows of both pictures: a prompt may have several rows.",
+            )
     numbers = {name: {token_numbers(model, prompt): prompt for prompt in prompts} for name, prompts in groups.items()}
     for (one, first), (two, second) in itertools.combinations(numbers.items(), 2):
         if both := sorted(first.keys() & second.keys()):
             raise UsageError(
                 f"The prompt {first[both[0]]!r}, which is {one}, and the prompt {second[both[0]]!r}, which is {two}, "
                 "are the same tokens to the text encoders.",
-                cure="Leave one of them out.",
+                cure="Give another prompt in --anchors." if two == "an anchor" else "Leave one of them out.",
             )
 
 

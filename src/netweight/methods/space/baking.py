@@ -22,6 +22,7 @@ import torch
 from netweight.codec.header import torch_dtype
 from netweight.core.atomic_writes import mode_of, refuse_existing, whole_file, whole_folder
 from netweight.core.lazy import lazy
+from netweight.core.linked_folders import files_below
 from netweight.core.progress import QUIET, Progress
 from netweight.core.weight_endings import WEIGHTS
 from netweight.errors import NameNotFound, Unsupported, UsageError
@@ -153,7 +154,7 @@ def _plan(adapter: Path, base: BaseWeights, modules: ModelModules | None) -> Ada
 
 def _bake_folder(model: Path, path: Path, baking: _Baking, progress: Progress) -> tuple[str, ...]:
     """Write a folder, and return the files that were left out."""
-    files = sorted(file for file in model.rglob("*") if file.is_file() and not _is_hidden(file.relative_to(model)))
+    files = sorted(file for file in files_below(model) if not _is_hidden(file.relative_to(model)))
     folders = [model / name for name in COMPONENTS if (model / name).is_dir()] or [model]
     weights = {file: None if folder == model else folder.name for folder in folders for file in _weight_files(folder)}
     # Other files of weights beside those that change would still open, as a variant or in another program.
