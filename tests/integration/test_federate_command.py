@@ -85,13 +85,14 @@ def test_an_audit_attacks_what_was_trained(folder: Path) -> None:
 
 
 def test_protections_are_asked_for_on_the_command_line(tmp_path: Path) -> None:
-    arguments = ["run", *SMALL, "--no-audit", "--json", "--refuse", "--noise", "0.0001", "--minimum-steps"]
+    protected = ["--method", "hyperfl", "--refuse", "--noise", "0.0001", "--minimum-steps"]
+    arguments = ["run", *SMALL, "--no-audit", "--json", *protected]
     answer = run(*arguments, "2", "--out", str(tmp_path / "careful"))
     assert answer.exit_code == 0, answer.output
     assert json.loads(answer.stdout)["plan"]["refuse"] is True
     stubborn = run(*arguments, "1000", "--out", str(tmp_path / "stubborn"))
     assert stubborn.exit_code == 2
-    assert "Round 1 had fewer than 1 valid updates" in stubborn.output
+    assert "fewer than the 1000 of --minimum-steps" in stubborn.output
 
 
 def test_other_settings_do_not_overwrite_a_run(folder: Path) -> None:
