@@ -72,7 +72,7 @@ class _Clients(Settings):
         default=None,
         description="Network of your own as MODULE:FUNCTION. The function takes channels, image size and "
         "number of classes, and returns body and head; the size is one number for square images, else height and "
-        "width. It draws its first weights by --seed.",
+        "width.",
     )
 
     def check(self) -> None:
