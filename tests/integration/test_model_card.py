@@ -90,8 +90,8 @@ def test_evidence_is_told_with_what_missed_its_target(model, run):
     text = add_evidence(model, run).read_text()
     assert text.startswith(USERS.partition("\n\n")[0])
     verdict = (
-        "Do not publish, because 1 of 2 targets is missed: ability lost | of all is 0.2000 points "
-        "(target: at most 0.1)."
+        "This model failed its audits: 1 of 2 targets is missed: ability lost | of all is 0.2000 points "
+        "(target: at most 0.1). Its author was advised not to publish it."
     )
     assert text.index(verdict) < text.index("# My model") < text.rindex(verdict)
     assert "| steps to recovery | 3.200 | 2.900 to 3.500 | 3.000 | met |" in text

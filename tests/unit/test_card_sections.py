@@ -16,7 +16,13 @@ from netweight.report.card_sections import (
 )
 
 AUTHOR = "---\nlicense: mit\n---\n\n# A model\n\nWhat its author writes.\n"
-VERDICTS = ("Publish, because the target is met.", "No verdict, because x.", "Do not publish, because y.")
+VERDICTS = (
+    "This model passed its audits: the target is met.",
+    "There is no verdict on this model: x.",
+    "This model failed its audits: y. Its author was advised not to publish it.",
+)
+# As earlier releases wrote them.
+EARLIER = ("Publish, because the target is met.", "No verdict, because x.", "Do not publish, because y.")
 
 
 def card(*entries, text=AUTHOR):
@@ -35,8 +41,20 @@ def test_the_worst_verdict_leads_in_any_order(order):
     assert [each.sentence for each in evidence_of(text)] == [VERDICTS[place] for place in order]
 
 
+@pytest.mark.parametrize(("bad", "good"), [(2, 1), (1, 0), (2, 0)])
+def test_verdicts_of_earlier_releases_are_as_bad_as_present_ones(bad, good):
+    for worse, better in ((EARLIER[bad], VERDICTS[good]), (VERDICTS[bad], EARLIER[good])):
+        assert verdict_in(card(("a", better), ("b", worse))) == worse
+
+
+def test_a_sentence_that_was_edited_by_hand_is_worse_than_any_verdict():
+    edited = "This model is safe."
+    for verdict in VERDICTS:
+        assert verdict_in(card(("a", verdict), ("b", edited))) == edited
+
+
 def test_of_verdicts_that_are_as_bad_the_latest_leads():
-    text = card(("a", "Do not publish, because one."), ("b", "Do not publish, because two."))
+    text = card(("a", VERDICTS[2]), ("b", VERDICTS[2].replace("y", "z")))
     assert worst_evidence(text, latest="b").key == "b"
     assert worst_evidence(text, latest="a").key == "a"
 

@@ -13,7 +13,8 @@ from netweight.registry import Command, Result, lazy
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
 from netweight.report.text import Conclusion, Criterion, finding_row
-from netweight.report.verdict import decide, mark_of
+from netweight.report.card_sections import verdict_in
+from netweight.report.verdict import decide, mark_of, stated_outcome
 
 # Every state of a finding: what was measured, whether there is a target, and whether the control was broken.
 VALUES = {"met": 1.0, "missed": 3.0, "unmeasured": None}
@@ -25,7 +26,9 @@ HELD = Conclusion(
     "test: held", [Criterion("recovered", "lower", than=2.0)],
     lambda good: ("holds", "The defense withstood all attacks.") if good else ("broken", "The defense was broken."),
 )  # fmt: skip
-PRAISE = ("withstood", "resists", "Publish, because")
+PRAISE = ("withstood", "resists", "Publish, because", "passed its audits")
+# Words that address the author of a model, who does not read its card to learn whether to publish it.
+ADVICE = ("Publish, because", "Do not publish", "No verdict, because")
 
 
 def finding(state, name="recovered"):
@@ -113,14 +116,43 @@ def test_exit_code_terminal_json_page_and_card_agree_with_the_verdict(states, mi
         report.add(section)
     page = report.write(tmp_path).read_text()
     card = add_evidence(tmp_path, tmp_path).read_text()
+    publishing = json.loads(CliRunner().invoke(cli.netweight, ["publish", str(tmp_path), "--json"]).stdout)
+    said = next(each for each in publishing["findings"] if each["name"].startswith("the card states"))
     assert answer.exit_code == (1 if outcome == "failed" else 0)
+    assert outcome == verdict.outcome == stated_outcome(verdict.publish) == stated_outcome(verdict.card)
+    assert said["passed"] == (outcome == "passed")
+    assert said["detail"]["verdict"] == verdict_in(card) == verdict.card
+    assert not [word for word in ADVICE if word in card]
     if made:
         assert answer.stdout.rstrip().endswith(verdict.publish)
         assert machine["verdict"]["sentence"] == verdict.publish
         assert page.index(verdict.publish) < page.index("<main")
-        assert card.split("\n## Evidence\n\n")[1].startswith(f"**{verdict.publish}**")
+        assert card.split("\n## Evidence\n\n")[1].startswith(f"**{verdict.card}**")
+        # The reason is the same in both, and only one of the two says what the author should do.
+        reason = verdict.sentence[1:].rstrip(".")
+        assert reason in verdict.publish
+        assert reason in verdict.card
     if outcome != "passed" and all(state[2] == "held" or state[0] != "met" for state in states):
         assert not [word for word in PRAISE for text in (answer.stdout, page, card) if word in text]
+
+
+def test_a_card_says_the_verdict_to_those_who_download_the_model():
+    found = [Finding("steps to recover", 1, better="higher", target=4), Finding("ratio", None, target=2.0)]
+    met = Finding("copies", 0, better="lower", target=2)
+    assert decide(Section("s", found)).card == (
+        "This model failed its audits: 1 of 2 targets is missed: steps to recover is 1 (target: at least 4); "
+        "ratio could not be measured. Its author was advised not to publish it."
+    )
+    assert decide(Section("s", found[1:])).card == (
+        "The audits of this model came to no verdict: ratio could not be measured. Its author was advised not to "
+        "publish it."
+    )
+    assert decide(Section("s", [met])).card == "This model passed its audits: the target is met."
+    assert decide(Section("s", [met], conditions=["remove a", "remove b"])).card == (
+        "This model passed its audits: the target is met. Before publishing it, its author was advised to remove a and "
+        "remove b."
+    )
+    assert decide(Section("s", [Finding("copies", 0)])).card.startswith("There is no verdict on this model: no finding")
 
 
 @pytest.mark.parametrize("command", [("report",), ("report", "--json")])

@@ -285,7 +285,7 @@ def _write_card(registered: Command[Any], given: dict[str, Any], result: Result,
         assert result.report is not None
         model = _places(registered, given)[0]
         output.line(f"Card: {add_evidence(model, result.report.parent, output.progress)}")
-        if worse := worse_verdict(model, decide(result.sections).publish):
+        if worse := worse_verdict(model, decide(result.sections)):
             output.warn(worse)
         return
     for folder in result.written:

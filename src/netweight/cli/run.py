@@ -228,7 +228,7 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
         output.line(f"Card: {card}")
         if not verdict.failed:
             output.line(f"Next: {shell_line('netweight', 'publish', model)}")
-        if worse := worse_verdict(model, verdict.publish):
+        if worse := worse_verdict(model, verdict):
             output.warn(worse)
     output.verdict(verdict)
     sections = [{"title": title, "verdict": each.outcome, "text": each.sentence} for title, each in verdicts.items()]

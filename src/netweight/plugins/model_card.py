@@ -29,7 +29,7 @@ from netweight.report.card_sections import (
 from netweight.report.page import render
 from netweight.report.report import Report, read_report
 from netweight.report.text import markdown_table, render_markdown
-from netweight.report.verdict import decide
+from netweight.report.verdict import Verdict, decide
 from netweight.store.weights_digest import weights_digest
 
 
@@ -108,16 +108,16 @@ def add_evidence(folder: str | Path, run: str | Path, progress: Progress = QUIET
     return _write(folder, text)
 
 
-def worse_verdict(folder: str | Path, sentence: str) -> str | None:
+def worse_verdict(folder: str | Path, verdict: Verdict) -> str | None:
     """Return a sentence about the verdict of a model's card; None if it is the verdict of the last run.
 
     Args:
         folder: The model's folder.
-        sentence: The verdict of the last run.
+        verdict: The verdict of the last run.
     """
     text = _text(Path(folder))
     worst = worst_evidence(text)
-    if worst is None or verdict_in(text) == sentence:
+    if worst is None or verdict_in(text) == verdict.card:
         return None
     return (
         f"The card states the worst verdict of its {len(evidence_of(text))} reports, which is that of an earlier one. "
@@ -184,7 +184,7 @@ def _evidence(report: Report, weights: str | None) -> list[str]:
     lines = [
         "## Evidence",
         "",
-        f"**{decide(report.sections).publish}**",
+        f"**{decide(report.sections).card}**",
         "",
         f"From the report {report.title!r} of {report.provenance.created[:10]}.",
         *([f"<!-- weights {weights} -->"] if weights else []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, final
 
@@ -21,10 +21,10 @@ from netweight.methods.compress.verify import verify
 from netweight.methods.forget.records import FOLDER as RECORDS
 from netweight.methods.forget.records import read_records
 from netweight.plugins.model_card import entries_of, license_of, verdict_of
-from netweight.registry import Context, Result, shell_line
+from netweight.registry import CardEntry, Context, Result, shell_line
 from netweight.report.card_sections import CARD, evidence_of
 from netweight.report.finding import Finding, Section
-from netweight.report.verdict import decide
+from netweight.report.verdict import decide, stated_outcome
 from netweight.settings import Cli, Settings
 from netweight.store import open_store
 from netweight.store.weights_digest import weights_digest
@@ -54,11 +54,16 @@ class PublishSettings(Settings):
 
 def publish(settings: PublishSettings, context: Context, folder: Path) -> Result:
     """Check a folder, and upload it if that is asked for and all checks pass."""
-    section = Section("Publishing", check(folder, context.progress), question="Can this folder be published?")
+    stated, entries = verdict_of(folder), entries_of(folder)
+    findings = check(folder, stated, entries, context.progress)
+    section = Section("Publishing", findings, question="Can this folder be published?")
     verdict = decide(section)
-    stated = verdict_of(folder) or "no verdict in the card"
-    lines = [f"{folder}: license {license_of(folder) or 'not stated'}; {stated}"]
-    untested = _untested(folder)
+    lines = [
+        f"{folder}: license {license_of(folder) or 'not stated'}.",
+        f"Verdict in the card: {stated or 'none.'}",
+    ]
+    # Neither a card's verdict nor a record of a treatment says what was tested.
+    untested = stated is None and not entries
     if untested:
         lines.append(
             "No test of this model is recorded in its card. The checks below are about its files and say nothing about "
@@ -77,26 +82,26 @@ def publish(settings: PublishSettings, context: Context, folder: Path) -> Result
     )
 
 
-def _untested(folder: Path) -> bool:
-    """Return whether neither a card's verdict nor a record of a treatment says what was tested."""
-    return verdict_of(folder) is None and not entries_of(folder)
-
-
-def check(folder: Path, progress: Progress) -> list[Finding]:
+def check(folder: Path, verdict: str | None, entries: Sequence[CardEntry], progress: Progress) -> list[Finding]:
     """Return what stands against publishing a model's folder, as findings with targets.
 
     Args:
         folder: The folder of a model, a pipeline or an adapter.
+        verdict: The sentence with which its card states a verdict; None where it states none.
+        entries: What records in the folder say of treatments.
         progress: Where progress is shown; digests are read in full.
     """
-    stated, card = license_of(folder), (folder / CARD).is_file()
+    license_name, card = license_of(folder), (folder / CARD).is_file()
     stray, code = sorted(_matching(folder, _STRAY)), sorted(_matching(folder, _RUNS_CODE))
     places = sorted(_places(folder))
     missing = "no `license:` in the first lines of README.md, and no LICENSE file"
     return [
-        Finding("a license is stated", stated is not None, target=True, detail={} if stated else {"reason": missing}),
+        Finding(
+            "a license is stated", license_name is not None, target=True,
+            detail={} if license_name else {"reason": missing},
+        ),
         Finding("there is a model card", card, target=True),
-        _verdict(folder),
+        _verdict(folder, verdict, entries),
         *_tested_weights(folder, progress),
         _digests(folder, progress),
         _count("files that do not belong in a published model", stray),
@@ -120,12 +125,10 @@ def _count(name: str, which: list[str]) -> Finding:
     return Finding(name, len(which), better="lower", target=0, detail={"which": which})
 
 
-def _verdict(folder: Path) -> Finding:
-    name = "the verdict in the card is to publish"
-    entries = entries_of(folder)
-    stated = verdict_of(folder)
+def _verdict(folder: Path, stated: str | None, entries: Sequence[CardEntry]) -> Finding:
+    name = "the card states that the model passed its audits"
     if stated is not None:
-        return Finding(name, stated.startswith("Publish, because"), target=True, detail={"verdict": stated})
+        return Finding(name, stated_outcome(stated) == "passed", target=True, detail={"verdict": stated})
     if all(entry.tags == ("compressed",) for entry in entries) and (folder / MANIFEST).exists():
         return Finding(name, None, detail={"reason": "only compressed, without loss; its digests are checked below"})
     if not entries:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import final
 
 from netweight.errors import UsageError
+from netweight.report.verdict import stated_outcome
 
 CARD = "README.md"
 """Name of the file of a model card."""
@@ -24,7 +25,8 @@ _EVIDENCE = re.compile(
 )
 _WEIGHTS = re.compile(r"^<!-- weights (\S+) -->$", re.MULTILINE)
 _SENTENCE = re.compile(r"^\*\*(.*)\*\*$", re.MULTILINE)
-_WORST_FIRST = ("Do not publish", "No verdict", "Publish")
+# A sentence that is not a verdict's was edited by hand, and nothing can be concluded from it.
+_WORST_FIRST = (None, "failed", "none", "passed")
 
 
 @final
@@ -44,8 +46,7 @@ class CardEvidence:
     @property
     def rank(self) -> int:
         """Place of its verdict, the worst first."""
-        starts = [self.sentence.startswith(start) for start in _WORST_FIRST]
-        return starts.index(True) if True in starts else len(starts)
+        return _WORST_FIRST.index(stated_outcome(self.sentence))
 
 
 def evidence_of(text: str) -> list[CardEvidence]:

@@ -3,6 +3,8 @@
 A target is met, missed, not measured, or its control failed. The control failed if the value meets the target and the
 same attack did not break what it must break, such as the undefended model: then the attack shows nothing. The verdict
 is "failed" if any target is not met, whatever the reason, and the commands that print it end with exit code 1.
+
+The same verdict has two sentences: advice for the author of a model, and a statement for those who read its card.
 """
 
 from __future__ import annotations
@@ -15,7 +17,15 @@ from netweight.report.finding import Finding, Section, Target
 from netweight.report.numbers import format_beside, format_target
 
 Mark: TypeAlias = Literal["met", "missed", "not measured", "control failed", "no target"]
+Outcome: TypeAlias = Literal["passed", "failed", "none"]
 _NAMED_FINDINGS = 3  # findings that a sentence names
+# How sentences of cards begin. Cards that were written by earlier releases begin as the advice to the author does.
+_PASSED, _MISSED = "This model passed its audits", "This model failed its audits"
+_UNDECIDED, _NONE = "The audits of this model came to no verdict", "There is no verdict on this model"
+_STATED: dict[str, Outcome] = {
+    _PASSED: "passed", _MISSED: "failed", _UNDECIDED: "failed", _NONE: "none",
+    "Publish, because ": "passed", "Do not publish": "failed", "No verdict, because ": "none",
+}  # fmt: skip
 
 
 def mark_of(finding: Finding) -> Mark:
@@ -34,12 +44,15 @@ def mark_of(finding: Finding) -> Mark:
 class Verdict:
     """Verdict on whether a model may be published, and why, in one sentence."""
 
-    outcome: Literal["passed", "failed", "none"]
+    outcome: Outcome
     """Passed: all targets are met. Failed: some are not, or could not be measured. None: nothing was judged."""
     sentence: str
     """The reason, such as "1 of 4 targets is missed: …"; without the advice."""
     publish: str
-    """The advice with the reason: "Publish, because …", "Do not publish, because …" or "No verdict, because …"."""
+    """The advice to the author, with the reason: "Publish, because …", "Do not publish, because …" or "No verdict,
+    because …"."""
+    card: str
+    """The same for those who download the model: "This model failed its audits: …"."""
 
     @property
     def failed(self) -> bool:
@@ -77,7 +90,8 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
     if reasons:
         sentence = "; ".join(reasons)
         start = "Do not publish, because " if missed else "Do not publish: there is no verdict, because "
-        return Verdict("failed", _sentence(sentence), f"{start}{sentence}.")
+        card = f"{_MISSED if missed else _UNDECIDED}: {sentence}. Its author was advised not to publish it."
+        return Verdict("failed", _sentence(sentence), f"{start}{sentence}.", card)
     unaudited = [
         f"{section.treatment} ({', '.join(section.missing_audits)})" for section in parts if section.missing_audits
     ]
@@ -90,11 +104,19 @@ def decide(sections: Section | Iterable[Section]) -> Verdict:
         sentence = "no finding has a target; the report only states what was measured"
     else:
         sentence = "the target is met" if len(judged) == 1 else f"all {len(judged)} targets are met"
+        card = f"{_PASSED}: {sentence}."
         conditions = list(dict.fromkeys(each for section in parts for each in section.conditions))
         if conditions:
-            sentence += f", but first {' and '.join(conditions)}"
-        return Verdict("passed", _sentence(sentence), f"Publish, because {sentence}.")
-    return Verdict("none", _sentence(sentence), f"No verdict, because {sentence}.")
+            first = " and ".join(conditions)
+            sentence += f", but first {first}"
+            card += f" Before publishing it, its author was advised to {first}."
+        return Verdict("passed", _sentence(sentence), f"Publish, because {sentence}.", card)
+    return Verdict("none", _sentence(sentence), f"No verdict, because {sentence}.", f"{_NONE}: {sentence}.")
+
+
+def stated_outcome(sentence: str) -> Outcome | None:
+    """Return the outcome that the sentence of a card states; None if it is not such a sentence."""
+    return next((outcome for start, outcome in _STATED.items() if sentence.startswith(start)), None)
 
 
 def _sentence(text: str) -> str:
