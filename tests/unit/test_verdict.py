@@ -10,10 +10,10 @@ from click.testing import CliRunner
 from netweight import cli, registry
 from netweight.plugins.model_card import add_evidence
 from netweight.registry import Command, Result, lazy
+from netweight.report.card_sections import verdict_in
 from netweight.report.finding import Finding, Section
 from netweight.report.report import Report
 from netweight.report.text import Conclusion, Criterion, finding_row
-from netweight.report.card_sections import verdict_in
 from netweight.report.verdict import decide, mark_of, stated_outcome
 
 # Every state of a finding: what was measured, whether there is a target, and whether the control was broken.
