@@ -97,7 +97,9 @@ def check(folder: Path, verdict: str | None, entries: Sequence[CardEntry], progr
     missing = "no `license:` in the first lines of README.md, and no LICENSE file"
     return [
         Finding(
-            "a license is stated", license_name is not None, target=True,
+            "a license is stated",
+            license_name is not None,
+            target=True,
             detail={} if license_name else {"reason": missing},
         ),
         Finding("there is a model card", card, target=True),
