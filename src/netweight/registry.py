@@ -83,6 +83,10 @@ PLAN = Argument(
     "Measure one of each kind of work, and report how much time and memory the command will need; write nothing.",
     "--plan", required=False, default=False,
 )  # fmt: skip
+ATTACK_PLAN = Argument(
+    "plan", "flag", "Check the model and the files, and show what would be tested and how strongly; write nothing.",
+    "--plan", required=False, default=False,
+)  # fmt: skip
 SEED = Argument("seed", "integer", "Seed of every random choice.", "--seed", required=False, default=0)
 
 
@@ -337,6 +341,11 @@ class Method(Command[S]):
     """Further arguments of the command that `check` takes by name; a recipe, which has none, leaves them out."""
     reads: Callable[[S], Iterable[Path]] | None = None
     """Takes the settings and returns files that they lead to without naming them, such as the images of a table."""
+    tested: Callable[[str, S], Iterable[tuple[str, str]]] | None = None
+    """Takes the name of an audit and the settings, and returns what is tested and how strongly: names and values."""
+    preview: Callable[[Path, S], Iterable[str]] | None = None
+    """Takes the model and the settings, and returns sentences about the files that a plan shows, such as how many rows
+    contain words that the model's tokenizer does not know."""
     takes: tuple[str, ...] = ("model",)
     """Kinds of input that the method can be applied to."""
     makes: str = "model"
@@ -361,6 +370,10 @@ class Method(Command[S]):
     def runnable(self) -> tuple[str, ...]:
         """The names of the audits that a recipe or a command can run."""
         return tuple(name for name, audit in self.audits.items() if audit is not None)
+
+    def tested_by(self, audit: str, settings: S) -> list[tuple[str, str]]:
+        """Return what an audit tests and how strongly, as its settings determine it; empty where nothing does."""
+        return [] if self.tested is None else list(self.tested(audit, settings))
 
     def _run_apply(self, settings: Any, context: Context, *, source: Path, destination: Path) -> Result:
         """Apply the method as a recipe does: what `run` is by default."""
@@ -391,9 +404,10 @@ class Method(Command[S]):
             source, destination = (values[each.name] for each in self.arguments[:2])
             for name in self.runnable:
                 subject, config = self.examine(name, destination, source, settings, context.progress)
-                sections += run_audits(
+                audited_sections = run_audits(
                     self.verb, subject, config, seed=0, only=[name], progress=context.progress
                 ).values()  # fmt: skip
+                sections += [with_tested(each, self.tested_by(name, settings)) for each in audited_sections]
         elif self.runnable and self.makes == "model":
             from netweight.report.audit import of_treatment
 
@@ -439,6 +453,11 @@ class Attack(Command[S]):
     """
     reads: Callable[[S], Iterable[Path]] | None = None
     """As the field of `Method`."""
+    tested: Callable[[S], Iterable[tuple[str, str]]] | None = None
+    """Takes the settings and returns what is tested and how strongly: names and values. What only the attack itself
+    finds out, such as a threshold, it states in its sections."""
+    preview: Callable[[Path, S], Iterable[str]] | None = None
+    """As the field of `Method`."""
     takes: tuple[str, ...] = ("model",)
     """The kinds of results that it can be run on."""
 
@@ -447,7 +466,7 @@ class Attack(Command[S]):
         if len(self.words) == 1:
             object.__setattr__(self, "name", f"attack {self.name}")
         if not self.arguments:
-            object.__setattr__(self, "arguments", (MODEL, RESULTS, SEED))
+            object.__setattr__(self, "arguments", (MODEL, RESULTS, SEED, ATTACK_PLAN))
 
     @property
     def verb(self) -> str:
@@ -466,9 +485,27 @@ class Attack(Command[S]):
             Findings as sections, and what was written.
         """
         made: Any = self.attack(target, settings, progress)
-        if isinstance(made, Result):
-            return made
-        return Result(sections=tuple(made) if isinstance(made, (list, tuple)) else (made,))
+        sections = made if isinstance(made, (list, tuple)) else (made,)
+        result = made if isinstance(made, Result) else Result(sections=tuple(sections))
+        tested = self.tested_by(settings)
+        return replace(result, sections=tuple(with_tested(each, tested) for each in result.sections))
+
+    def tested_by(self, settings: S) -> list[tuple[str, str]]:
+        """Return what the attack tests and how strongly, as its settings determine it."""
+        if self.tested is not None:
+            return list(self.tested(settings))
+        given = settings.given_json() if hasattr(settings, "given_json") else {}
+        words = ", ".join(f"{name}={value}" for name, value in given.items())
+        return [("settings", f"{words}; all others have their defaults" if words else "all have their defaults")]
+
+    def _plan(self, model: Path, settings: S) -> Result:
+        """Return what a call would test, and what a reader should know of its files; nothing is written."""
+        tested = self.tested_by(settings)
+        remarks = [] if self.preview is None else list(self.preview(model, settings))
+        return Result(
+            ["What would be tested, and how strongly:", PrintedTable((), tested)],
+            payload={"plan": {"tested": dict(tested), "remarks": remarks}}, warnings=remarks,
+        )  # fmt: skip
 
     def run_on_paths(self, settings: Any, context: Context, arguments: Mapping[str, Any]) -> Result:
         """Attack a model and write the report."""
@@ -479,6 +516,8 @@ class Attack(Command[S]):
         model, out, seed = arguments[self.arguments[0].name], arguments["out"], arguments["seed"]
         if self.check is not None:
             self.check(model, settings)
+        if arguments.get("plan"):
+            return self._plan(model, settings)
         weights = weights_digest(model, context.progress) if "model" in self.takes else None
         conditions = conditions_of(model)
         result = self.on(Target(model, None, out, seed), settings, context.progress)
@@ -616,6 +655,11 @@ def with_conditions(sections: Sequence[Section], conditions: Iterable[str]) -> l
         return []
     first, *others = sections
     return [replace(first, conditions=tuple(dict.fromkeys([*first.conditions, *conditions]))), *others]
+
+
+def with_tested(section: Section, tested: Iterable[tuple[str, str]]) -> Section:
+    """Return a section that states what was tested and how strongly; one that states it already stays as it is."""
+    return section if section.tested else replace(section, tested=tuple(tested))
 
 
 def known_attacks() -> Mapping[str, Attack[Any]]:

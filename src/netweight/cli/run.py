@@ -69,10 +69,11 @@ def run(
     plan = recipes.Plan.of(recipes.read_recipe(recipe, subject=subject, output=folder, only=names))
     if only_plan:
         times = [recipes.estimates(part) for part in plan.parts]
-        payload = {"estimates": [[vars(each) for each in part] for part in times]}
+        remarks = [part.previews() for part in plan.parts]
+        payload = {"estimates": [[vars(each) for each in part] for part in times], "remarks": remarks}
         output.result({"plan": plan.to_json(states=True, progress=Progress()), **payload})
-        for part, estimates in zip(plan.parts, times, strict=True):
-            _show_plan(output, part, part.states(progress=Progress()), estimates)
+        for part, estimates, sentences in zip(plan.parts, times, remarks, strict=True):
+            _show_plan(output, part, part.states(progress=Progress()), estimates, sentences)
         return
     try:
         done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
@@ -115,24 +116,40 @@ def _continued(entry: recipes.StepResult) -> str:
 
 
 def _show_plan(
-    output: Output, plan: recipes.Plan, states: list[recipes.StepState], estimates: list[recipes.Estimate]
+    output: Output,
+    plan: recipes.Plan,
+    states: list[recipes.StepState],
+    estimates: list[recipes.Estimate],
+    remarks: list[list[str]],
 ) -> None:
     output.line(f"{plan.recipe.subject} → {plan.recipe.output}", bold=bool(plan.recipe.name))
-    for step, mark, estimate in zip(plan.steps, states, estimates, strict=False):
+    for step, mark, estimate, sentences in zip(plan.steps, states, estimates, remarks, strict=False):
         output.line(f"{step.number}. {step.verb}: {_given(step.choice.settings)}")
         by_attack = [f"{name} (by the recipe's attack)" for name in step.by_attack]
         output.line(f"   audits: {', '.join([*step.audits, *by_attack]) or 'none'}")
+        _show_tested(output, step, sentences)
         _show_known(output, mark, estimate)
         _show_left_out(output, step)
     count = len(plan.steps)
-    for attack, mark, estimate in zip(plan.attacks, states[count:], estimates[count:], strict=True):
+    rest = zip(plan.attacks, states[count:], estimates[count:], remarks[count:], strict=True)
+    for attack, mark, estimate, sentences in rest:
         output.line(f"{attack.number}. attack {attack.verb}: {_given(attack.choice.settings)}")
+        _show_tested(output, attack, sentences)
         _show_known(output, mark, estimate)
     size = sum(file.stat().st_size for file in [plan.recipe.subject, *plan.recipe.subject.rglob("*")] if file.is_file())
     output.line(
         f"Disk: at most {quantities.size(count * size)} for models (the subject has {quantities.size(size)}), plus the "
         "files of audits and attacks."
     )
+
+
+def _show_tested(output: Output, step: recipes.Step | recipes.AttackStep, remarks: list[str]) -> None:
+    """Show what a step tests and how strongly, and what a reader should know of its files."""
+    if step.tested:
+        output.line("   what is tested, and how strongly:")
+        output.table((), list(step.tested.items()), indent=5)
+    for sentence in remarks:
+        output.warn(sentence)
 
 
 def _given(settings: Settings) -> str:

@@ -17,6 +17,7 @@ from netweight.data.chat import ChatTemplate
 from netweight.data.row_layouts import Message, Text, UnusableText
 from netweight.data.rows import Report, RowErrors, Unusable, warn
 from netweight.data.text import TextExample, TextPair, text_examples, text_pairs
+from netweight.data.unknown_words import note_on_unknown_words
 from netweight.errors import UsageError
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ def tokenized_pairs(
         if first is not None and second is not None and first[1] == second[1]:
             long_rows.add(text.where, f"both answers are the same within the context of {context} tokens")
     usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
+    report_unknown_words(texts, tokenizer, report)
     return [
         AnswerPair(first[0], first[1], second[1])
         for keep, first, second in zip(usable, *sides, strict=True)
@@ -265,6 +267,7 @@ def rows_and_examples(
     whole = _ids(rows, texts, tokenizer, template, unusable_rows, "response")
     fitted = _fitted(whole, texts, context, too_long, long_rows, "response")
     usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
+    report_unknown_words(texts, tokenizer, report)
     return [
         (text, Example(*ids)) for text, keep, ids in zip(texts, usable, fitted, strict=True) if keep and ids is not None
     ]
@@ -303,7 +306,30 @@ def tokenized_prompts(
         if ids is not None and len(ids[0]) > context:
             long_rows.add(text.where, f"{_LONG_PROMPT}{len(ids[0])} tokens is longer than the {context} that fit")
     usable = _usable_rows(texts, unusable_rows, long_rows, too_long, unusable, report)
+    report_unknown_words(texts, tokenizer, report)
     return [ids[0] for keep, ids in zip(usable, token_ids, strict=True) if keep and ids is not None]
+
+
+def report_unknown_words(
+    texts: Sequence[TextPair | TextExample], tokenizer: PreTrainedTokenizerBase, report: Report
+) -> None:
+    """Report how many rows contain words that a tokenizer does not know, and which words; nothing if it knows all.
+
+    Args:
+        texts: Pairs, or prompts with responses.
+        tokenizer: The model's.
+        report: Receives the sentence.
+    """
+    parts = [
+        (text.prompt, text.chosen, text.rejected) if isinstance(text, TextPair) else (text.prompt, text.response)
+        for text in texts
+    ]
+    note = note_on_unknown_words(
+        tokenizer, parts, [text.where for text in texts],
+        source=" and ".join(dict.fromkeys(text.source for text in texts)),
+    )  # fmt: skip
+    if note:
+        report(note)
 
 
 _LONG_PROMPT = "its prompt of "

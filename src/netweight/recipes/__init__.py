@@ -18,6 +18,7 @@ space-sample, space-edit, space-export), images (federate). Called by `netweight
 from netweight.recipes.recipe import Recipe as Recipe
 from netweight.recipes.recipe import read_recipe as read_recipe
 from netweight.recipes.recipe import recipe_schema as recipe_schema
+from netweight.recipes.run import AttackStep as AttackStep
 from netweight.recipes.run import Estimate as Estimate
 from netweight.recipes.run import Plan as Plan
 from netweight.recipes.run import Step as Step

@@ -22,7 +22,7 @@ from netweight.core.work_account import WorkAccount, work_account
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job, settle_publication
 from netweight.recipes.recipe import Choice, Recipe
-from netweight.registry import Attack, Method, Target, conditions_of, with_conditions
+from netweight.registry import Attack, Method, Target, conditions_of, with_conditions, with_tested
 from netweight.report.audit import of_treatment, run_audits
 from netweight.report.finding import Chapter, Finding, Section
 from netweight.report.report import Report
@@ -58,6 +58,12 @@ class Step:
         """The treatment's verb."""
         return self.choice.registration.verb
 
+    @property
+    def tested(self) -> dict[str, str]:
+        """What its audits test and how strongly: names and values."""
+        registration, settings = self.choice.registration, self.choice.settings
+        return dict(pair for audit in self.audits for pair in registration.tested_by(audit, settings))
+
 
 @final
 @dataclass(frozen=True)
@@ -73,6 +79,11 @@ class AttackStep:
     def verb(self) -> str:
         """The attack's verb."""
         return self.choice.registration.verb
+
+    @property
+    def tested(self) -> dict[str, str]:
+        """What it tests and how strongly: names and values."""
+        return dict(self.choice.registration.tested_by(self.choice.settings))
 
 
 @final
@@ -145,6 +156,20 @@ class Plan:
             ]
             return states + [StepState(sections_of(job, key) is not None, ()) for key in keys[len(self.steps) :]]
 
+    def previews(self) -> list[list[str]]:
+        """Return sentences about the files of each treatment, then of each attack, read as for the subject.
+
+        Treatments keep the tokenizer of the subject, so that what it does with rows is known before the first of them.
+        """
+        if not self.recipe.subject.exists():
+            return [[] for _ in (*self.steps, *self.attacks)]
+        every: tuple[Step | AttackStep, ...] = (*self.steps, *self.attacks)
+        hooks = [step.choice.registration.preview for step in every]
+        return [
+            [] if hook is None else list(hook(self.recipe.subject, step.choice.settings))
+            for hook, step in zip(hooks, every, strict=True)
+        ]
+
     def result(self, step: Step, key: Key) -> Path:
         """Return the folder of a treatment's result; another input or setting has another folder."""
         return self.recipe.output / f"{step.number:02d}-{step.verb}-{digest_config(key).rsplit(':')[-1][:8]}"
@@ -159,7 +184,7 @@ class Plan:
         if states:
             marks = [each.to_json() for each in self.states(progress=progress)]
         attacks = [
-            {"attack": step.verb, "settings": step.choice.values, **mark}
+            {"attack": step.verb, "settings": step.choice.values, "tested": step.tested, **mark}
             for step, mark in zip(self.attacks, marks[count:], strict=True)
         ]
         return {
@@ -172,6 +197,7 @@ class Plan:
                     "settings": step.choice.values,
                     "audits": list(step.audits),
                     "left_out": list(step.left_out),
+                    "tested": step.tested,
                     **mark,
                 }
                 for step, mark in zip(self.steps, marks, strict=False)
@@ -540,7 +566,7 @@ def _audit(
             step.verb, subject, config, seed=plan.recipe.seed, progress=progress, only=[name]
         )[name]  # fmt: skip
         job.record(LEDGER, {"audit": name, "section": section.to_json()}, key=about)
-    return section, remembered
+    return with_tested(section, step.choice.registration.tested_by(name, step.choice.settings)), remembered
 
 
 def _say(done: StepResult, say: Callable[[str], object], before: str) -> None:

@@ -146,6 +146,7 @@ _PAIR = {"type": "array", "items": _schema(), "minItems": 2, "maxItems": 2}
 _CELLS = {"type": "array", "items": {"type": "array", "items": _schema("null", "string")}}
 _AS_TUPLE = BeforeValidator(lambda values: values if isinstance(values, str) else tuple(values))
 _Text: TypeAlias = Annotated[str, Field(min_length=1)]
+_PAIRS_OF_TEXT = BeforeValidator(lambda pairs: tuple(tuple(pair) for pair in pairs))
 _CONFIG = ConfigDict(extra="forbid")
 
 
@@ -375,6 +376,8 @@ class Section(_ReportPart):
         treatment: The treatment that the section is about.
         audits: Names of the audits of the treatment that ran.
         missing_audits: Names of those that did not run; shown in red. `audit.of_treatment` fills in all three.
+        tested: What was tested, and how strongly: names and values, such as "attacks" and "12 from 3 seeds". The card
+            of a model shows them beside the findings, which cannot be judged without them.
         conditions: What must be done before publishing, whatever was measured, each as the end of the sentence
             "Publish, …, but first …", such as "remove forget, with which anybody can undo the edit".
         warnings: Further sentences to show in red.
@@ -391,6 +394,7 @@ class Section(_ReportPart):
     treatment: str | None = dataclasses.field(default=None, kw_only=True)
     audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     missing_audits: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
+    tested: Annotated[Sequence[tuple[str, str]], _PAIRS_OF_TEXT] = dataclasses.field(default=(), kw_only=True)
     conditions: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     warnings: Annotated[Sequence[str], _AS_TUPLE] = dataclasses.field(default=(), kw_only=True)
     findings: Annotated[Sequence[Finding], _AS_TUPLE] = ()

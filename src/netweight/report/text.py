@@ -201,6 +201,9 @@ def render_markdown(section: Section) -> list[str]:
         lines += [f"**Audits left out**: {section.treatment} ({', '.join(section.missing_audits)}).", ""]
     if conclusion := conclusion_of(section):
         lines += [conclusion, ""]
+    if section.tested:
+        lines += ["What was tested, and how strongly:", "", *markdown_table(("", ""), section.tested)]
+    lines += [f"- Note: {warning}" for warning in section.warnings] + [""] * bool(section.warnings)
     rows = [_markdown_row(finding) for finding in section.findings]
     return [*lines, *markdown_table(("finding", "value", "95 % interval", "target", ""), rows)]
 

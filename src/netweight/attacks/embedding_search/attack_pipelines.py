@@ -19,9 +19,10 @@ from netweight.attacks.embedding_search.search import (
 )
 from netweight.attacks.embedding_search.settings import FolderSearch, SearchSettings
 from netweight.core.progress import QUIET, Progress
-from netweight.data.images.pairs import MemorizedPair, check_pairs, image_files, read_pairs
+from netweight.data.images.pairs import MemorizedPair, check_pairs, image_files, pair_prompts, read_pairs
 from netweight.data.prompts import read_prompts
 from netweight.errors import UsageError
+from netweight.hf.pipeline_prompts import notes_on_unknown_prompts, tokenizers_of
 from netweight.metrics.descriptors import CenteredPixels, Descriptor, sscd
 from netweight.registry import Result
 from netweight.registry import Target as AttackOutcome
@@ -99,7 +100,7 @@ def prepare(search: FolderSearch, model: Path) -> PreparedSearch:
     settings = search.search if "error" in search.search.given else search.search.replace(error=kinds.pop())
     size = models["original"].image_size
     table = read_pairs(search.targets, size, search.pipeline.fit)
-    pairs, remarks = table.pairs, table.remarks
+    pairs, remarks = table.pairs, (*preview(model, search), *table.remarks)
     targets = [TargetImage(pair.name, pair.prompt, pair.image) for pair in pairs]
     controls = [turned(target) for target in targets]
     never: tuple[MemorizedPair, ...] = ()
@@ -142,6 +143,14 @@ def check(model: Path | None, settings: FolderSearch) -> None:
             )
     for table in settings.tables:
         check_pairs(table)
+
+
+def preview(model: Path, settings: FolderSearch) -> list[str]:
+    """Return sentences about prompts with words that a tokenizer of the pipeline does not know."""
+    prompts: dict[str, list[str]] = {table.name: pair_prompts([table]) for table in settings.tables}
+    if settings.unrelated is not None:
+        prompts[settings.unrelated.name] = read_prompts(settings.unrelated)
+    return notes_on_unknown_prompts(tokenizers_of(model), prompts)
 
 
 def read_files(settings: FolderSearch) -> list[Path]:

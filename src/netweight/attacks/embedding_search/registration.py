@@ -19,4 +19,6 @@ EMBEDDING: Attack[Any] = Attack(
     example="netweight attack embedding edited --base my-pipeline --targets targets.csv --out search",
     check=lazy(f"{_FOLDER}:check"),
     reads=lazy(f"{_FOLDER}:read_files"),
+    tested=lazy("netweight.attacks.embedding_search.tested:tested"),
+    preview=lazy(f"{_FOLDER}:preview"),
 )

@@ -18,6 +18,7 @@ from netweight.attacks.finetuning.settings import DEFENDED, FolderAttack
 from netweight.attacks.finetuning.subject import Goal
 from netweight.attacks.finetuning.sweep import ATTACKS, sweep
 from netweight.attacks.finetuning.sweep_plan import SweepPlan, plan_sweep
+from netweight.attacks.finetuning.tested import tested, tested_by_sweep
 from netweight.core.progress import QUIET, Progress
 from netweight.errors import UsageError
 from netweight.job import Job
@@ -56,14 +57,15 @@ def attack_folders(
             names = (DEFENDED, *settings.also) if settings.base else (failure.subject,)
             section = no_verdict_section(failure, names, least=settings.least_resistance, title=title)
             plan = SweepPlan((), (), Goal(None), ResistanceConfig(), left_out=tuple(left_out))
-            return plan, replace(section, warnings=left_out)
+            return plan, replace(section, warnings=left_out, tested=tested(settings))
         planned(plan)
         result = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
         abilities = defense_costs(settings, plan, seed)
     section = resistance_section(
         result, plan.config, seed=seed, abilities=abilities, title=title, searched=plan.searched
     )
-    return plan, replace(section, warnings=[*section.warnings, *plan.left_out])
+    warnings = [*section.warnings, *plan.left_out]
+    return plan, replace(section, warnings=warnings, tested=tested_by_sweep(settings, plan, result))
 
 
 def with_recovery_defined(plan: SweepPlan, section: Section) -> Section:

@@ -14,12 +14,14 @@ from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.row_layouts import layout_of
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, text_examples, visible_text
+from netweight.data.tokens import report_unknown_words
 from netweight.errors import UsageError
 from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_language_model import (
     check_lm_eval,
     load_causal_lm,
 )
+from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.report.plots import check_figures
 
 
@@ -60,6 +62,16 @@ def check(model: Path | None, settings: FolderAttack, *, earlier: bool = False) 
     sources = [each for each in (getattr(settings, name) for name in ANSWER_COLUMNS) if each is not None]
     settings.check_columns([read_rows(each) for each in sources])
     _check_rows(settings)
+
+
+def preview(model: Path, settings: FolderAttack) -> list[str]:
+    """Return sentences about rows with words that the model's tokenizer does not know."""
+    tokenizer, notes = load_tokenizer(model), list[str]()
+    for name, answers in ANSWER_COLUMNS.items():
+        file = getattr(settings, name)
+        if file is not None:
+            report_unknown_words(examples_of(file, answers, settings, lambda text: None), tokenizer, notes.append)
+    return notes
 
 
 def _check_alike(base: Path, folder: Path) -> None:

@@ -15,4 +15,6 @@ FINETUNE: Attack[Any] = Attack(
     "receives attacks.jsonl, from which a second call continues, and a report.",
     example="netweight attack finetune defended --base my-model --harmful harmful.jsonl --out attacks",
     check=lazy("netweight.attacks.finetuning.folder_checks:check"),
+    tested=lazy("netweight.attacks.finetuning.tested:tested"),
+    preview=lazy("netweight.attacks.finetuning.folder_checks:preview"),
 )

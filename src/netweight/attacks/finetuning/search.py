@@ -36,7 +36,7 @@ from netweight.job import Job
 
 # Each rung keeps one of this many attacks, and gives it this many times the steps.
 _KEPT = 3
-_ROUNDS = 6  # rounds of neighbors, at most
+ROUNDS = 6  # rounds of neighbors, at most
 # Attacks whose neighbors are tried, of different kinds.
 _BEST = 2
 # Attacks of a search that are run again, from other seeds.
@@ -189,7 +189,7 @@ def search_one(
     most: int,
     cost: Cost = "steps",
     held: frozenset[str] = frozenset(),
-    rounds: int = _ROUNDS,
+    rounds: int = ROUNDS,
     until: float | None = None,
     folder: str | Path | Job,
     engine: Engine,

@@ -186,7 +186,8 @@ def _reformatted(
 ) -> dict[Example, Example] | None:
     """Each row as another template has it; None where the tokenizer has no such template, or rows do not fit it."""
     try:
-        formatted = tokenized_examples(texts, tokenizer, context=context, template=template)
+        # What the tokenizer does not know was reported of the plain rows.
+        formatted = tokenized_examples(texts, tokenizer, context=context, template=template, report=lambda text: None)
         check_tokens(network, tokenizer, (each.prompt + each.response for each in formatted))
     except UsageError:
         return None

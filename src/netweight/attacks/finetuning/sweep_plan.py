@@ -41,13 +41,13 @@ _FLUENCY_KEPT = 0.5
 # Batch size and steps between evaluations in a search, unless the user gives them.
 _SEARCH = {"batch_size": 32, "check_every": 2}
 # A search ends an attack on the base after so many steps.
-_SEARCH_STEPS = 200
+SEARCH_STEPS = 200
 # The attack of the grid "single" has so many times the steps that determine its threshold on the base.
 _LONGER = 4
 # Shares of a time limit after which the threshold, the searches and the final runs have to be over.
 _SHARES_OF_TIME = (0.25, 0.65, 1.0)
 # Each of a search's best attacks is repeated from so many seeds.
-_FINAL_SEEDS = 5
+FINAL_SEEDS = 5
 _CONTROLS = ("random weights", "relearn ceiling")
 _FACTORY = "netweight.attacks.finetuning.subject_files:subject_from_files"
 
@@ -118,10 +118,10 @@ def plan_sweep(
         ceiling = partial(_subject, _CONTROLS[1], base, alone.replace(harmful=settings.never_learned), seed)
         unlearned = make_subject(_FACTORY, ceiling().arguments)
         rows = len(unlearned.domain("harmful").train)
-        left_out += unlearned.left_out
+        left_out += _as_given(unlearned.left_out, settings)
     first = _subject("undefended" if settings.base else "model", base, settings, seed)
     subject = make_subject(first.factory, first.arguments)
-    left_out += [each for each in subject.left_out if each not in left_out]
+    left_out += [each for each in _as_given(subject.left_out, settings) if each not in left_out]
     for each in left_out:
         progress.note(each)
     settings = _with_precision(settings, subject, progress)
@@ -131,7 +131,7 @@ def plan_sweep(
     # When the threshold, the searches and the final runs have to be over.
     ends = [None if seconds is None else time.monotonic() + share * seconds for share in _SHARES_OF_TIME]
     calibrated = partial(calibrate, folder=folder, engine=engine, progress=progress, until=ends[0])
-    most = settings.max_steps or _SEARCH_STEPS
+    most = settings.max_steps or SEARCH_STEPS
     # Benign tasks are learned with Adam, as ordinary users do.
     ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
@@ -178,6 +178,13 @@ def plan_sweep(
         least_resistance=settings.least_resistance,
     )
     return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched, tuple(left_out))
+
+
+def _as_given(sentences: Sequence[str], settings: FolderAttack) -> list[str]:
+    """Return sentences about rows with the paths that were given: subjects know whole paths, cards must not."""
+    for file in settings.files:
+        sentences = [each.replace(str(file.resolve()), str(file)) for each in sentences]
+    return list(sentences)
 
 
 def _with_precision(settings: FolderAttack, subject: Subject, progress: Progress) -> FolderAttack:
@@ -257,7 +264,7 @@ def _finals(
         plain = _plain(subject)
         return [one for name in plain for one in _with(task if name == "task" else best, name, subject)]
 
-    count = settings.seeds or _FINAL_SEEDS
+    count = settings.seeds or FINAL_SEEDS
     if end is not None:
         pace = Pace()
         for result in searched.values():

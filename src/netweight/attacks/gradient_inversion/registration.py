@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from netweight.registry import RESULTS, SEED, Argument, Attack, lazy
+from netweight.registry import ATTACK_PLAN, RESULTS, SEED, Argument, Attack, lazy
 
 _FOLDER = "netweight.attacks.gradient_inversion.attack_files"
 
@@ -17,7 +17,13 @@ GRADIENT_INVERSION: Attack[Any] = Attack(
     "the search, from which a second call continues. Exits with 1 if --max-psnr is given and the reconstruction is "
     "better than that.",
     example="netweight attack gradient-inversion update.safetensors --model mynet:make --shape 1,3,32,32 --out images",
-    arguments=(Argument("update", "file"), RESULTS, SEED.named("seed", help="Seed of the starting points.")),
+    arguments=(
+        Argument("update", "file"),
+        RESULTS,
+        SEED.named("seed", help="Seed of the starting points."),
+        ATTACK_PLAN,
+    ),
     check=lazy(f"{_FOLDER}:check"),
+    tested=lazy("netweight.attacks.gradient_inversion.settings:tested"),
     takes=("update",),
 )

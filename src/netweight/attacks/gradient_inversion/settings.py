@@ -100,3 +100,23 @@ class GradientInversionSettings(Settings):
         """The files that the attack reads."""
         paths = (self.params, self.reference, self.lpips_backbone, self.lpips_heads)
         return [path for path in paths if path is not None and path.is_file()]
+
+
+def tested(settings: GradientInversionSettings) -> list[tuple[str, str]]:
+    """Return the attack, its limits, and what the attacker knows: names and values.
+
+    Args:
+        settings: Settings of the attack.
+    """
+    steps = "the default of the attack" if settings.steps is None else f"{settings.steps:,}"
+    rows = [
+        ("attack", settings.attack),
+        ("images of the batch", str(settings.shape[0])),
+        ("steps of the search", steps),
+        ("starting points", str(settings.restarts)),
+        ("labels", "recovered from the update" if settings.labels is None else "known to the attacker"),
+        ("update", settings.sent),
+    ]
+    if settings.max_psnr is not None:
+        rows.append(("target", f"a mean PSNR of at most {settings.max_psnr:g} dB"))
+    return rows

@@ -7,7 +7,7 @@ answer, is ever written. Scores of edits are kept in `edits.jsonl`, so that a se
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from netweight.attacks.refusal.prompts import Question, QuestionSplit, in_parts,
 from netweight.attacks.refusal.report import refusal_section
 from netweight.attacks.refusal.selection import ScoredEdit, best_edits
 from netweight.attacks.refusal.settings import RefusalSettings
+from netweight.attacks.refusal.tested import tested
 from netweight.core.digests import digest_config, digest_file, digest_tensor
 from netweight.core.progress import QUIET, Progress
 from netweight.data.rows import read_rows
@@ -124,9 +125,12 @@ def attack_refusal(
             for edit in best:
                 edit.measured = _measured(edit.edit, panels[1], job, about)
                 work.update()
-    return refusal_section(
+    section = refusal_section(
         before, scored, settings, seed=seed, refused_ordinary=mixed / count, warnings=list(dict.fromkeys(warnings))
     )
+    numbers = f"{len(prompts)} refused, {len(ordinary.make) + len(ordinary.choose) + len(ordinary.measure)} ordinary"
+    did = [("edits that were tried", str(len(edits))), ("prompts", numbers)]
+    return replace(section, tested=[*did, *tested(settings)])
 
 
 def _identity(

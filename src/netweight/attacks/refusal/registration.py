@@ -17,6 +17,8 @@ REFUSAL: Attack[Any] = Attack(
     "is measured and undone; no edited model is written. OUT receives a report.",
     example="netweight attack refusal my-model --refused refused.jsonl --ordinary ordinary.jsonl --out refusal",
     check=lazy(f"{_COMMANDS}:check"),
+    tested=lazy("netweight.attacks.refusal.tested:tested"),
+    preview=lazy(f"{_COMMANDS}:preview"),
 )
 
 SAFEGUARDS: Attack[Any] = Attack(
@@ -31,4 +33,6 @@ SAFEGUARDS: Attack[Any] = Attack(
     example="netweight attack safeguards my-model --harmful harmful.jsonl --refused refused.jsonl "
     "--ordinary ordinary.jsonl --out safeguards",
     check=lazy(f"{_COMMANDS}:check_safeguards"),
+    tested=lazy("netweight.attacks.refusal.tested:tested_safeguards"),
+    preview=lazy(f"{_COMMANDS}:preview_safeguards"),
 )

@@ -93,6 +93,17 @@ def size(subject: AuditSubject, config: CompressSettings, *, seed: int, progress
     )  # fmt: skip
 
 
+def tested(audit: str, config: CompressSettings) -> list[tuple[str, str]]:
+    """Return what an audit compares, and how much of it."""
+    if audit == "identity":
+        compared = "every bit" if config.mantissa_bits == 7 else "every weight, within the bound of the rounding"
+        return [("compared with the original", f"every file, and {compared} of every tensor")]
+    if audit == "outputs":
+        rows, length = _INPUTS
+        return [("outputs compared with the original", f"on {rows} rows of {length} random tokens, to the last bit")]
+    return []
+
+
 def _saved(smaller: bool, *, saved: str) -> Words:
     if smaller:
         return "holds", f"Compression saves {saved} of the tensors' bytes."
@@ -101,6 +112,10 @@ def _saved(smaller: bool, *, saved: str) -> Words:
 
 _RATIO = "size of the tensors, original / compressed"
 _SMALLER = Conclusion("compress: size", [Criterion(_RATIO, "higher", than=1.0, strict=True)], _saved)
+
+
+# Rows of random tokens whose outputs are compared, and their length.
+_INPUTS = (4, 16)
 
 
 def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progress: Progress) -> Section:
@@ -126,7 +141,7 @@ def outputs(subject: AuditSubject, config: CompressSettings, *, seed: int, progr
     except NetweightError as error:
         return Section(title, [Finding(name, None, detail={"reason": str(error)})], question=question)
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(models[0].config.vocab_size, (4, 16), generator=generator)
+    tokens = torch.randint(models[0].config.vocab_size, _INPUTS, generator=generator)
     with torch.inference_mode():
         before, after = (model(input_ids=tokens)[0].float() for model in models)
     different = int((before.view(torch.int32) != after.view(torch.int32)).sum())

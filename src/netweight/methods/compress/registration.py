@@ -31,6 +31,7 @@ COMPRESS: Method[Any] = Method(
     audited=False,
     examine=lazy(f"{_RECIPE}:examine"),
     check=lazy(f"{_RECIPE}:check"),
+    tested=lazy(f"{_RECIPE}:tested"),
     takes=("model", "adapters"),
     card=lazy(f"{_RECIPE}:card"),
 )

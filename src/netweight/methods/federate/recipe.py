@@ -204,6 +204,27 @@ def examine(
     return open_run(destination), AuditConfig((ThreatModel(first_round=True),), updates=settings.updates, search=search)
 
 
+def tested(audit: str, settings: FolderFederation) -> list[tuple[str, str]]:
+    """Return what the audit of the server's view attacks; the accuracy is measured on all clients."""
+    if audit != "server attack":
+        return []
+    return [
+        ("attacked updates", f"{settings.updates} of this run's schedule, and as many of one step on one image"),
+        ("steps of the image search", f"{settings.search_steps:,}"),
+    ]
+
+
+def tested_by_server(settings: ServerAttack) -> list[tuple[str, str]]:
+    """Return the updates that are attacked, and the protections under which they are."""
+    rows = [
+        ("attacked updates", f"{settings.updates} of one step on one image, and as many of a whole round"),
+        ("rounds of the image search", f"{settings.rounds}, after {settings.softening} from soft to sharp guesses"),
+        ("steps of the search for a batch", f"{settings.search_steps:,}"),
+    ]
+    rows += [("noise", f"{settings.noise:g} times the norm {settings.clip:g}")] * bool(settings.noise)
+    return rows + [("clients of a secure sum", str(settings.summed_over))] * (settings.summed_over > 1)
+
+
 def check(source: Path | None, settings: FolderFederation) -> None:
     entry_of(settings.method)
     if source is None or str(source) in NAMES or not source.exists():

@@ -17,6 +17,7 @@ SERVER: Attack[Any] = Attack(
     "clients send, also through noise and secure sums, and with a server that deviates from the protocol.",
     example="netweight attack server federation --out attacks",
     check=lazy(f"{_RECIPE}:check_server"),
+    tested=lazy("netweight.methods.federate.recipe:tested_by_server"),
     takes=("federation",),
 )
 
@@ -49,6 +50,7 @@ COMMANDS: tuple[Entry, ...] = (
         examine=lazy(f"{_RECIPE}:examine"),
         by_attack={"server attack": "server"},
         check=lazy(f"{_RECIPE}:check"),
+        tested=lazy(f"{_RECIPE}:tested"),
         takes=("images",),
         makes="federation",
         named=lazy("netweight.data.images:NAMES"),

@@ -27,6 +27,7 @@ from netweight.hf.load_pipeline import (
     token_numbers,
     trained_prediction,
 )
+from netweight.hf.pipeline_prompts import notes_on_unknown_prompts, tokenizers_of
 from netweight.job import Job, check_destination
 from netweight.methods.forget.check import FEW, check_edit
 from netweight.methods.forget.detect import detect_resumably
@@ -107,7 +108,7 @@ def forget_folder(
         if checked is not None:
             after = generate_images(model, checked.prompts, generation, folder=images_folder, progress=progress)
             record = replace(record, check=check_edit(checked.pairs, before, after).to_json())
-        remarks = tuple(pairs.remarks) if pairs is not None else ()
+        remarks = (*preview(source, settings), *(pairs.remarks if pairs is not None else ()))
         if ordinary and len(ordinary) < FEW:
             remarks += (
                 f"{len(ordinary)} ordinary prompts are few: statistics over them are unreliable, and the edit protects "
@@ -389,6 +390,33 @@ def check(source: Path | None, settings: FolderForgetting) -> None:
     if settings.edit.needs_prompts or settings.targets is not None or settings.ordinary is not None:
         # An edit of given neurons does not need these prompts, but the audits do.
         _prompts(settings.targets, settings.ordinary, settings.column)
+
+
+def preview(source: Path, settings: FolderForgetting) -> list[str]:
+    """Return sentences about prompts with words that a tokenizer of the pipeline does not know."""
+    prompts: dict[str, list[str]] = {}
+    if settings.targets is not None:
+        prompts[settings.targets.name] = pair_prompts([settings.targets])
+    for file in (settings.ordinary, settings.anchors):
+        if file is not None:
+            prompts[file.name] = read_prompts(file, column=settings.column)
+    return notes_on_unknown_prompts(tokenizers_of(source), prompts)
+
+
+def tested(audit: str, settings: FolderForgetting) -> list[tuple[str, str]]:
+    """Return how many noises, prompts and images an audit compares, and from which similarity an image is a copy."""
+    if audit in (DETECTION, NEURONS):
+        noises = len(settings.localization.detection.seeds)
+        return [("initial noises that are compared for each prompt", str(noises))]
+    if audit != IMAGES:
+        return []
+    return [
+        ("images of each prompt, before and after the edit", str(settings.images)),
+        ("ordinary prompts whose images are compared", f"up to {_SHOWN}"),
+        ("guidance scale", f"{settings.guidance:g}"),
+        ("steps of the scheduler", str(settings.steps)),
+        ("an image counts as a copy", f"from a similarity ({ImagesConfig().measure}) of {ImagesConfig().threshold:g}"),
+    ]
 
 
 def card(folder: Path) -> CardEntry | None:

@@ -77,6 +77,8 @@ COMMANDS: tuple[Entry, ...] = (
         by_attack={"embedding search": "embedding"},
         check=lazy(f"{_FOLDER}:check"),
         reads=lazy(f"{_FOLDER}:read_files"),
+        tested=lazy(f"{_FOLDER}:tested"),
+        preview=lazy(f"{_FOLDER}:preview"),
         card=lazy(f"{_FOLDER}:card"),
         before_publishing=lazy("netweight.methods.forget.records:before_publishing"),
     ),

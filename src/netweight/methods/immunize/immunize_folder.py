@@ -17,11 +17,19 @@ from netweight.data.refusals import are_refusals, refusals_among
 from netweight.data.rows import Report as RowReport
 from netweight.data.rows import read_rows
 from netweight.data.text import TextExample, TextPair, text_examples, text_pairs, visible_text, withhold
-from netweight.data.tokens import BELOW, Chat, padding_of, tokenized_examples, tokenized_pairs
+from netweight.data.tokens import (
+    BELOW,
+    Chat,
+    padding_of,
+    report_unknown_words,
+    tokenized_examples,
+    tokenized_pairs,
+)
 from netweight.errors import UsageError
 from netweight.hf.carry_over import carry_over, save_weights
 from netweight.hf.language_model_folder import check_language_model
 from netweight.hf.load_language_model import check_finite, check_outputs, check_tokens, context_of, load_causal_lm
+from netweight.hf.load_tokenizer import load_tokenizer
 from netweight.job import Job, check_destination
 from netweight.methods.immunize.depth_section import depth_section
 from netweight.methods.immunize.layers import DepthAnalysis, analyze_layers, weight_changes
@@ -138,6 +146,16 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
     _check_count(len(texts), settings)
     if settings.retain is not None:
         _retained(settings, texts, lambda text: None)
+
+
+def preview(source: Path, settings: ImmunizeSettings) -> list[str]:
+    """Return sentences about rows with words that the model's tokenizer does not know."""
+    tokenizer, notes = load_tokenizer(source), list[str]()
+    pairs = _texts(settings, lambda text: None)
+    report_unknown_words(pairs, tokenizer, notes.append)
+    if settings.retain is not None:
+        report_unknown_words(_retained(settings, pairs, lambda text: None), tokenizer, notes.append)
+    return notes
 
 
 def _texts(settings: ImmunizeSettings, report: RowReport) -> list[TextPair]:

@@ -23,5 +23,6 @@ IMMUNIZE: Method[Any] = Method(
     audited=False,
     by_attack={"fine-tuning attack": "finetune"},
     check=lazy(f"{_FOLDER}:check"),
+    preview=lazy(f"{_FOLDER}:preview"),
     card=lazy("netweight.methods.immunize.report:card"),
 )

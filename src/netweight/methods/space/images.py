@@ -55,6 +55,18 @@ class PointImages(Settings):
     device: str = Field("cpu", description="Device of the pipeline, such as cuda.")
 
 
+def tested(settings: PointImages) -> list[tuple[str, str]]:
+    """Return how many models and images are compared: names and values."""
+    return [
+        ("training models that are compared", str(settings.models)),
+        ("training models that are moved along each direction", str(settings.edited)),
+        ("images of each point", str(len(settings.prompts))),
+        ("reader of attributes", settings.reader or "none"),
+        ("guidance scale", f"{settings.guidance:g}"),
+        ("steps of the scheduler", str(settings.steps)),
+    ]
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class _World:

@@ -42,6 +42,7 @@ IMAGES: Attack[Any] = Attack(
     "of yours, a function of images.",
     example="netweight attack images space --pipeline my-pipeline --out images",
     check=lazy("netweight.methods.space.images:check"),
+    tested=lazy("netweight.methods.space.images:tested"),
     takes=("space", "points"),
 )
 
