@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 from contextlib import nullcontext
@@ -123,6 +124,7 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     assert result["threshold"] == 0.3
     assert result["findings"][0]["name"] == "steps to recover, best attack, model"
     assert result["findings"][0]["value"] <= 16
+    assert "Continuing" not in answer.stderr
     guessed = call(case, tmp_path / "guessed", "--threshold", "0.01", base=False)
     assert guessed.exit_code == 2
     assert "is reached by always guessing the commonest token" in guessed.output
@@ -135,6 +137,42 @@ def test_one_model_alone_with_a_threshold_of_its_own(case, tmp_path):
     assert "2 attacks on: model." in text.output
     assert "Recovered means: token accuracy on held-out rows at least 0.300" in text.output
     assert "Report: " in text.output
+
+
+def told(case, out, *arguments):
+    """Run an attack with text, and return what it said before its result, and the number of attacks on record."""
+    fixed = [
+        str(case / "defended"), "--harmful", str(case / "harmful.jsonl"), "--base", str(case / "base"),
+        "--out", str(out), *arguments,
+    ]  # fmt: skip
+    answer = CliRunner().invoke(netweight, ["attack", "finetune", *fixed])
+    assert answer.exit_code in (0, 1), answer.output
+    ledger = out / "attacks.jsonl"
+    return answer.stderr, len(ledger.read_text().splitlines())
+
+
+def test_the_most_attacks_are_announced_and_what_an_earlier_call_did_at_once(case, tmp_path):
+    how = ("--grid", "quick", "--lr", "3e-3", "--seeds", "2", "--max-steps", "8", "--check-every", "4")
+    said, done = told(case, tmp_path / "fixed", *how)
+    assert "Up to 10 attacks: 2 that determine the threshold, then 8 on 2 models." in said
+    assert "4 attacks each on: undefended, defended." in said
+    assert "Continuing" not in said
+    assert done == 10
+    again, done = told(case, tmp_path / "fixed", *how)
+    assert done == 10
+    continuing = f"Continuing an earlier run with the attacks in {tmp_path / 'fixed' / 'attacks.jsonl'}."
+    assert again.count(continuing) == 1
+    assert again.index("Up to 10 attacks") < again.index(continuing) < again.index("4 attacks each on")
+
+
+def test_a_search_announces_a_number_of_attacks_that_it_does_not_exceed(case, tmp_path):
+    said, done = told(case, tmp_path / "out", "--lr", "3e-3", "--minutes", "0.03", "--max-steps", "8", "--seeds", "1")
+    (announced,) = re.findall(r"Up to ([\d,]+) attacks: 1 that determine the threshold, then [\d,]+ in 4 searches, "
+                              r"then 24 on 3 models from new seeds\.", said)  # fmt: skip
+    assert done <= int(announced.replace(",", ""))
+    assert "The time limit may also leave some out." in said
+    (final,) = re.findall(r"(\d+) final attacks each on: undefended, defended, random weights\.", said)
+    assert int(final) <= 8
 
 
 def test_a_model_alone_that_no_attack_breaks_gets_a_report_without_a_verdict(case, tmp_path):

@@ -18,6 +18,8 @@ from netweight.attacks.finetuning.search import (
     finals,
     first_attacks,
     kind_of,
+    most_attacks,
+    most_changes,
     neighbors,
     of_length,
     search_all,
@@ -85,6 +87,8 @@ def test_searches_of_defended_models_go_on_for_five_times_the_bases_steps(tmp_pa
     names = [SubjectName("base", PLACE), SubjectName("defended", PLACE, {"weight_scale": 0.02})]
     start = first_attacks(rates=(1e-2,), samples=60, batch_size=20, check_every=2)[:2]
     found = search_all(names, start, Goal(0.9), most=40, held=HELD, folder=tmp_path, engine=in_process)
+    bound = most_attacks(len(start), 2, most_changes(start[0], subject()))
+    assert sum(len(result.runs) for result in found.values()) <= bound
     assert found["base"].most == 40
     assert found["defended"].most == 5 * found["base"].soonest
     assert set(found["base"].best[:3]) <= {of_length(run.result.settings, None) for run in found["defended"].runs}

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 import toy_treatment
@@ -57,6 +58,7 @@ def test_a_run_shows_findings_and_is_resumed(call, tmp_path):
     again = call().stdout
     assert f"Continued an earlier run: {used}." in again
     assert "done by an earlier run" in again
+    assert f"Continuing an earlier run: {used}." in call().stderr
     data = json.loads(call("--json").stdout)
     assert data["continued"] == [used]
     assert data["steps"][0]["from_ledger"] is True
@@ -132,12 +134,16 @@ def test_a_run_says_what_it_used_of_an_attack_that_was_stopped(call, tmp_path):
     harm = Attack("harm", Settings, attack=stopped_once, summary="Stop.", title="Harm")
     register(harm)
     try:
-        assert call().exit_code != 0
+        assert "Continuing" not in call().stderr
         step = "step 1, repeat (the model, the audit length, the audit start)"
         for used in ("2 of 3 runs", "the result"):
             answer = call("--json")
             assert answer.exit_code == 0, answer.output
             assert json.loads(answer.stdout)["continued"] == [step, f"step 2, attack harm ({used})"]
+            ledger = f"Continuing an earlier run with the runs in {Path('out', 'harm', 'runs.jsonl')}."
+            assert (ledger in answer.stderr) == (used != "the result")
+            known = f"{step}; step 2, attack harm (the result)" if used == "the result" else step
+            assert answer.stderr.startswith(f"Continuing an earlier run: {known}.")
     finally:
         unregister(harm.name)
 

@@ -109,7 +109,7 @@ class _Generated(click.Command):
             how = Context(output.progress, command_line())
             if card:
                 _check_card(registered, given)
-            with work_account() as account:
+            with work_account(output.progress.note) as account:
                 try:
                     result = registered.run_resolving_hub_ids(settings, how, given)
                 except KeyboardInterrupt:

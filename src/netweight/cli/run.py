@@ -85,7 +85,9 @@ def run(
             )
         raise
     page = plan.recipe.output / "report.html"
-    continued = [_continued(entry) for entry in done if entry.continued]
+    continued = [
+        recipes.describe_continued(entry.chapter, entry.step, entry.continued) for entry in done if entry.continued
+    ]
     if continued:
         output.line(f"Continued an earlier run: {'; '.join(continued)}.")
     _show(output, done)
@@ -104,15 +106,6 @@ def run(
     })  # fmt: skip
     if verdict.failed:
         context.exit(FINDING_FAILED)
-
-
-def _continued(entry: recipes.StepResult) -> str:
-    """Return what a step used of an earlier run, such as "step 1, immunize (the model, the audit finetune)"."""
-    from netweight import recipes
-
-    kind = "" if isinstance(entry.step, recipes.Step) else "attack "
-    chapter = f"{entry.chapter}, " if entry.chapter else ""
-    return f"{chapter}step {entry.step.number}, {kind}{entry.step.verb} ({', '.join(entry.continued)})"
 
 
 def _show_plan(

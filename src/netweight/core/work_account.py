@@ -5,7 +5,7 @@ Whoever stores results that a later call can use reports here; commands open an 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,19 @@ class WorkAccount:
     """Kind of result → number of results that were needed, where that is known."""
     stored: set[tuple[Path, str]] = field(default_factory=set)
     """File and key of each result that this call stored."""
+    announce: Callable[[str], object] = lambda text: None
+    """Receives a sentence when the first result of a kind is used, so that a reader need not wait for the end."""
+    unannounced: Container[str] = ()
+    """Kinds of results about which it receives nothing."""
+
+    def use(self, kind: str, file: Path, key: str) -> None:
+        """Note a result of an earlier call."""
+        if (file, key) in self.stored:
+            return
+        if kind not in self.used and kind not in self.unannounced:
+            what = f"from the checkpoint {file}" if kind == _CHECKPOINT else f"with the {kind} in {file}"
+            self.announce(f"Continuing an earlier run {what}.")
+        self.used.setdefault(kind, set()).add((file, key))
 
     def sentences(self) -> list[str]:
         """Return what was continued, in words: one phrase for each kind of result."""
@@ -50,9 +63,16 @@ _OPEN: list[WorkAccount] = []
 
 
 @contextmanager
-def work_account() -> Iterator[WorkAccount]:
-    """Yield an account of what is used and stored within the block, in all threads."""
-    account = WorkAccount()
+def work_account(
+    announce: Callable[[str], object] = lambda text: None, *, unannounced: Container[str] = ()
+) -> Iterator[WorkAccount]:
+    """Yield an account of what is used and stored within the block, in all threads.
+
+    Args:
+        announce: As the field of `WorkAccount`; by default nothing is announced.
+        unannounced: As the field of `WorkAccount`.
+    """
+    account = WorkAccount(announce=announce, unannounced=unannounced)
     _OPEN.append(account)
     try:
         yield account
@@ -80,8 +100,7 @@ def note_used(kind: str, file: Path, key: str = "") -> None:
         key: Name of the result within the file.
     """
     for account in _OPEN:
-        if (file, key) not in account.stored:
-            account.used.setdefault(kind, set()).add((file, key))
+        account.use(kind, file, key)
 
 
 def note_checkpoint(file: Path) -> None:

@@ -24,5 +24,6 @@ from netweight.recipes.run import Plan as Plan
 from netweight.recipes.run import Step as Step
 from netweight.recipes.run import StepResult as StepResult
 from netweight.recipes.run import StepState as StepState
+from netweight.recipes.run import describe_continued as describe_continued
 from netweight.recipes.run import estimates as estimates
 from netweight.recipes.run import run as run

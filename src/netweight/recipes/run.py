@@ -414,7 +414,7 @@ def _at_once(plan: Plan, jobs: int, record: Callable[[int, StepResult], None], p
         def report(number: int, value: StepResult | Event) -> None:
             if isinstance(value, StepResult):
                 record(number, value)
-            elif progress.mode == "bar":
+            elif progress.mode == "bar" and value.unit:
                 under_way[number] = f"{plan.parts[number].recipe.name}: {value}"
                 task.describe("; ".join(under_way.values()))
             else:
@@ -489,6 +489,8 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
     recipe, source = plan.recipe, plan.recipe.subject
     subject, keys = keys_of(plan, progress)
     with Job.open(recipe.output) as job:
+        if known := _known(plan, keys, job):
+            progress.note(f"Continuing an earlier run: {'; '.join(known)}.")
         weights, conditions = None, conditions_of(source)
         if plan.attacks and not plan.steps:
             weights = weights_digest(source, progress)
@@ -496,7 +498,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             path = plan.result(step, key)
             sections: dict[str, Section] = {}
             earlier: list[str] = []
-            with work_account() as account:
+            with work_account(progress.note, unannounced=(LEDGER,)) as account:
                 # If the process was killed between the two, the path exists without a record.
                 if path.exists():
                     earlier.append("the model")
@@ -515,7 +517,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             continued = ("the result",) if remembered else ()
             if attacked is None:
                 began = time.monotonic()
-                with work_account() as account:
+                with work_account(progress.note, unannounced=(LEDGER,)) as account:
                     attacked = attack.choice.registration.on(target, attack.choice.settings, progress).sections
                 continued = _continued([], account)
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began,
@@ -523,6 +525,32 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
             yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions, continued)
+
+
+def _known(plan: Plan, keys: Sequence[Key], job: Job) -> list[str]:
+    """Return what the ledger of an earlier run has of each step, in words; nothing of steps that it does not have."""
+    known = []
+    for step, key in zip(plan.steps, keys, strict=False):
+        parts = ["the model"] * plan.result(step, key).exists()
+        parts += [
+            f"the audit {name}" for name in step.audits if section_of(job, audit_key(key, name, plan)) is not None
+        ]
+        known += [describe_continued(plan.recipe.name, step, parts)] if parts else []
+    for attack, key in zip(plan.attacks, keys[len(plan.steps) :], strict=True):
+        known += [describe_continued(plan.recipe.name, attack, ["the result"])] * (sections_of(job, key) is not None)
+    return known
+
+
+def describe_continued(chapter: str, step: Step | AttackStep, parts: Sequence[str]) -> str:
+    """Return what a step uses of an earlier run, such as "step 1, immunize (the model, the audit depth)".
+
+    Args:
+        chapter: Name of the step's chapter; empty without chapters.
+        step: The treatment or attack.
+        parts: What it uses.
+    """
+    kind = "" if isinstance(step, Step) else "attack "
+    return f"{f'{chapter}, ' if chapter else ''}step {step.number}, {kind}{step.verb} ({', '.join(parts)})"
 
 
 def _continued(earlier: Sequence[str], account: WorkAccount) -> tuple[str, ...]:

@@ -59,7 +59,10 @@ def attack_folders(
             plan = SweepPlan((), (), Goal(None), ResistanceConfig(), left_out=tuple(left_out))
             return plan, replace(section, warnings=left_out, tested=tested(settings))
         planned(plan)
-        result = sweep(plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress)
+        result = sweep(
+            plan.subjects, plan.attacks, plan.goal, folder=folder, engine=engine, progress=progress,
+            title="final attacks" if plan.searched else "attacks",
+        )  # fmt: skip
         abilities = defense_costs(settings, plan, seed)
     section = resistance_section(
         result, plan.config, seed=seed, abilities=abilities, title=title, searched=plan.searched
@@ -90,4 +93,5 @@ def attack(target: Target, settings: FolderAttack, progress: Progress) -> Result
 
 def _announce(progress: Progress, plan: SweepPlan) -> None:
     names = ", ".join(subject.name for subject in plan.subjects)
-    progress.note(f"{len(plan.attacks)} attacks on: {names}.")
+    each = " each" if len(plan.subjects) > 1 else ""
+    progress.note(f"{len(plan.attacks)} {'final ' * bool(plan.searched)}attacks{each} on: {names}.")

@@ -81,10 +81,12 @@ def calibrate(
     once = list({one.replace(seed=0): one for one in reversed(settings)}.values())[::-1]
     name, domain = _NAMES.get(undefended.name, f"the control {undefended.name!r}"), once[0].domain
     runs: list[AttackOutcome] = []
-    for part in [once] if until is None else [[each] for each in from_the_middle(once)]:
+    parts = [once] if until is None else [[each] for each in from_the_middle(once)]
+    for number, part in enumerate(parts, start=1):
         if runs and until is not None and time.monotonic() >= until:
             break
-        attacks = sweep([undefended], part, Goal(None), folder=folder, engine=engine, progress=progress)
+        title = "threshold of recovery" + (f", part {number} of at most {len(parts)}" if len(parts) > 1 else "")
+        attacks = sweep([undefended], part, Goal(None), folder=folder, engine=engine, progress=progress, title=title)
         if attacks.failures:
             raise NetweightError(f"{name[0].upper()}{name[1:]} could not be attacked: {attacks.failures[0][2]}.")
         runs += attacks.runs

@@ -40,7 +40,7 @@ ROUNDS = 6  # rounds of neighbors, at most
 # Attacks whose neighbors are tried, of different kinds.
 _BEST = 2
 # Attacks of a search that are run again, from other seeds.
-_FINALISTS = 3
+FINALISTS = 3
 # Learning rates of Adam on all weights.
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
@@ -48,6 +48,8 @@ _SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0, "li
 _PART_SCALE = 5.0
 # Rows in each step. The learning rate is scaled with the square root of this number.
 _BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
+# Lengths of attacks whose rate falls to 0, as shares of the steps of the soonest attack.
+_COSINE_SHARES = (0.6, 0.8, 1.0)
 # Rows per step with which a search for few rows begins. Steps of fewer rows are evaluated after as many rows as these.
 _FEW_ROWS = 8
 
@@ -121,7 +123,7 @@ def neighbors(
         check = settings.check_every
         attacks |= dict.fromkeys(
             of_length(settings.replace(schedule="cosine"), max(check, int(share * soonest) // check * check))
-            for share in (0.6, 0.8, 1.0)
+            for share in _COSINE_SHARES
         )
     return [each for each in attacks if each != settings]
 
@@ -194,6 +196,7 @@ def search_one(
     folder: str | Path | Job,
     engine: Engine,
     progress: Progress = QUIET,
+    title: str = "search",
 ) -> SearchResult:
     """Search for the attack that reaches a goal at the least cost.
 
@@ -209,6 +212,7 @@ def search_one(
         folder: Remembers runs, as that of a `sweep`.
         engine: Where runs happen.
         progress: Told of every attack.
+        title: Name of the search, for the display of progress.
 
     Returns:
         What it found, the same for the same arguments unless the time was over. However short the time is, one attack
@@ -223,11 +227,11 @@ def search_one(
     def over() -> bool:
         return until is not None and time.monotonic() >= until
 
-    def attack(settings: Sequence[AttackSettings], budget: int, end: float | None) -> None:
+    def attack(settings: Sequence[AttackSettings], budget: int, end: float | None, name: str) -> None:
         limited = [within(each, _steps_for(each, budget, cost)) for each in settings]
         # Where time is short, attacks begin one by one, so that the clock is looked at between them.
         parts = [limited] if end is None else [[each] for each in limited]
-        for part in parts:
+        for number, part in enumerate(parts, start=1):
             if end is not None and runs:
                 left, kind = end - time.monotonic(), kind_of(part[0])
                 seconds = pace.expected(part[0], _optimizer_operations(model, part[0]))
@@ -240,7 +244,8 @@ def search_one(
                 if seconds > left:
                     continue
             begun = time.monotonic()
-            result = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress)
+            task = f"{name}, part {number} of at most {len(parts)}" if len(parts) > 1 else name
+            result = sweep([subject], part, goal, folder=folder, engine=engine, progress=progress, title=task)
             if len(part) == 1:
                 pace.add(result.runs, time.monotonic() - begun)
             every.extend(result.runs)
@@ -251,7 +256,8 @@ def search_one(
     pool = list(dict.fromkeys(within(each, None) for each in start))
     if until is not None:
         pool = widest_first(pool)
-    for _ in range(1 + rounds):
+    for turn in range(1 + rounds):
+        name = f"{title}, round {turn} of at most {rounds}" if turn else f"{title}, first attacks"
         before = _least(runs.values(), cost)
         limit = most if before is None else before
         pool = [each for each in pool if each not in runs]
@@ -262,7 +268,7 @@ def search_one(
             long_enough = pool and _steps_for(pool[0], rung, cost) >= 3 * pool[0].check_every
             if pool and budget > done and (rung == limit or long_enough):
                 # Each rung gets the same share of the time that is left, so that the best attacks are also run longer.
-                attack(pool, done := budget, share_of_time(until, len(rungs) - number))
+                attack(pool, done := budget, share_of_time(until, len(rungs) - number), name)
                 pool = sorted(pool, key=lambda each: _rank(runs.get(each), goal, cost))[: -(-len(pool) // _KEPT)]
         ordered = sorted(runs, key=lambda each: _rank(runs[each], goal, cost))
         leaders: dict[str, AttackSettings] = {}
@@ -275,6 +281,31 @@ def search_one(
     if not ordered:
         raise UsageError("Every attack of the search failed.", cure="Read the reasons in attacks.jsonl.")
     return SearchResult(tuple(ordered), tuple(every), most, timed_out=over())
+
+
+def most_attacks(start: int, searches: int, changes: int, *, rounds: int = ROUNDS) -> int:
+    """Return the most attacks that so many searches can make, each of which begins with `start` attacks.
+
+    Args:
+        start: Attacks with which the first search begins. A later one also begins with the best of earlier ones.
+        searches: Number of searches.
+        changes: The most changes of one attack that a round tries, as `most_changes` counts them.
+        rounds: Most rounds of each search.
+    """
+
+    def of_rungs(attacks: int) -> int:
+        # Each rung keeps a share of the attacks and runs them for longer.
+        second = -(-attacks // _KEPT)
+        return attacks + second + -(-second // _KEPT)
+
+    return searches * (of_rungs(start + 2 * FINALISTS) + rounds * of_rungs(_BEST * changes))
+
+
+def most_changes(settings: AttackSettings, subject: Subject) -> int:
+    """Return the most attacks that a round of a search tries as changes of one attack."""
+    # With these, no size of a batch and no share of benign rows is left out.
+    widest = settings.replace(benign_share=0.0, batch_size=max(_BATCHES))
+    return sum(1 for _ in _changes(widest, subject)) + len(_COSINE_SHARES)
 
 
 def share_of_time(until: float | None, parts: int) -> float | None:
@@ -365,17 +396,21 @@ def search_all(
     candidates = list(start)
     few = [] if "batch_size" in held else few_row_attacks(start)
     # The number of searches that remain.
-    searches = len(subjects) * (2 if few else 1)
+    searches = number = len(subjects) * (2 if few else 1)
     most_rows = most * _FEW_ROWS
     for subject in subjects:
         end = share_of_time(until, searches)
-        by_steps = search_one(subject, candidates, goal, most=most, held=held, until=end, **how)
+        name = f"search {number - searches + 1} of {number}, on {subject.name} for few steps"
+        by_steps = search_one(subject, candidates, goal, most=most, held=held, until=end, title=name, **how)
         results[subject.name] = by_steps
         searches -= 1
         if few:
-            begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:_FINALISTS])]))
+            begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:FINALISTS])]))
             end = share_of_time(until, searches)
-            by_rows = search_one(subject, begin, goal, most=most_rows, cost="rows", held=held, until=end, **how)
+            name = f"search {number - searches + 1} of {number}, on {subject.name} for few rows"
+            by_rows = search_one(
+                subject, begin, goal, most=most_rows, cost="rows", held=held, until=end, title=name, **how
+            )
             searches -= 1
             results[subject.name] = replace(
                 by_steps, runs=(*by_steps.runs, *by_rows.runs), fewest_rows=by_rows.best, most_rows=most_rows,
@@ -383,8 +418,8 @@ def search_all(
             )  # fmt: skip
         if len(results) == 1:
             first = results[subject.name]
-            candidates = list(dict.fromkeys([*first.best[:_FINALISTS], *start]))
-            few = list(dict.fromkeys([*first.fewest_rows[:_FINALISTS], *few]))
+            candidates = list(dict.fromkeys([*first.best[:FINALISTS], *start]))
+            few = list(dict.fromkeys([*first.fewest_rows[:FINALISTS], *few]))
             if not bounded:
                 steps, rows = first.least("steps"), first.least("rows")
                 most = most if steps is None else longer * steps
@@ -406,7 +441,7 @@ def finals(searched: Mapping[str, SearchResult], seeds: Sequence[int]) -> list[A
     """Return the best attacks of all searches from each seed, as long as the longest of any where the rate stays."""
     # All models after the first have the same limit.
     most = list(searched.values())[-1].most
-    best = dict.fromkeys(attack for result in searched.values() for attack in result.best[:_FINALISTS])
+    best = dict.fromkeys(attack for result in searched.values() for attack in result.best[:FINALISTS])
     rows = dict.fromkeys(attack for result in searched.values() for attack in result.fewest_rows[:1])
     most_rows = max(result.most_rows for result in searched.values())
     longest = {attack: max(most, most_rows // attack.batch_size) for attack in rows} | dict.fromkeys(best, most)

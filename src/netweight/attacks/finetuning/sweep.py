@@ -141,6 +141,7 @@ def sweep(
     folder: str | Path | Job,
     engine: Engine = local_processes,
     progress: Progress = QUIET,
+    title: str = "attacks",
 ) -> Sweep:
     """Attack every subject with every setting.
 
@@ -155,6 +156,7 @@ def sweep(
         folder: A folder, or the job in it, that remembers runs in `attacks.jsonl`.
         engine: Where runs happen.
         progress: Told of every attack.
+        title: What the attacks are for, for the display of progress.
 
     Raises:
         UsageError: There is no subject or setting, a factory makes no subject, a subject has too few examples, or the
@@ -169,7 +171,7 @@ def sweep(
     failures: list[tuple[str, str, str]] = []
     jobs = [job for _, job in planned]
     by_digest: dict[str, RunResult[AttackJob]] = {}
-    with Job.open(folder, shared=True) as ledger, progress.task("attacks", total=len(jobs), unit="attacks") as work:
+    with Job.open(folder, shared=True) as ledger, progress.task(title, total=len(jobs), unit="attacks") as work:
         for result in ledger.map(attack_job, jobs, name=ATTACKS, engine=engine):
             by_digest[result.digest] = result
             work.update()

@@ -17,10 +17,13 @@ from netweight.attacks.finetuning.calibration import calibrate
 from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.resistance_findings import ResistanceConfig
 from netweight.attacks.finetuning.search import (
+    FINALISTS,
     SearchResult,
     finals,
     first_attacks,
     kind_of,
+    most_attacks,
+    most_changes,
     of_length,
     search_all,
     steps_of_few_rows,
@@ -135,9 +138,11 @@ def plan_sweep(
     # Benign tasks are learned with Adam, as ordinary users do.
     ladder = [of_length(each, most) for each in start if kind_of(each) == "adam"]
     domains = [(name, _with(ladder, name, subject)) for name in _plain(subject)] if adaptive else []
+    domains = domains or list(_domains(settings, subject))
+    progress.note(_total(settings, subject, start, ladder, domains, ceiling=ceiling is not None))
     attacks: list[AttackSettings] = []
     thresholds: dict[str, float] = {}
-    for domain, settings_of_domain in domains or _domains(settings, subject):
+    for domain, settings_of_domain in domains:
         attacks += settings_of_domain
         own = settings.threshold if domain != "task" else None
         shorter = _calibrating(settings, settings_of_domain)
@@ -178,6 +183,40 @@ def plan_sweep(
         least_resistance=settings.least_resistance,
     )
     return SweepPlan(tuple(subjects), tuple(attacks), goal, config, searched, tuple(left_out))
+
+
+def _total(
+    settings: FolderAttack,
+    subject: Subject,
+    start: Sequence[AttackSettings],
+    ladder: Sequence[AttackSettings],
+    domains: Sequence[tuple[str, list[AttackSettings]]],
+    *,
+    ceiling: bool,
+) -> str:
+    """Return a sentence with the most attacks that will be made, which no later figure exceeds."""
+    adaptive = settings.grid == "adaptive"
+    models = 1 + (1 + len(settings.also) + adaptive) * (settings.base is not None) + ceiling
+    calibrating = sum(
+        len({one.replace(seed=0) for one in _calibrating(settings, attacks)})
+        for domain, attacks in domains if settings.threshold is None or domain == "task"
+    ) + len(ladder) * ceiling  # fmt: skip
+    parts = [f"{calibrating:,} that determine the threshold"] if calibrating else []
+    if adaptive:
+        searched = models - (settings.base is not None)
+        searches = searched * (1 if "batch_size" in settings.fixed else 2)
+        bound = most_attacks(len(start), searches, most_changes(start[0], subject))
+        parts.append(f"{bound:,} in {searches} searches")
+        seeds, best = settings.seeds or FINAL_SEEDS, searched * (FINALISTS + 1)
+        final = sum(seeds * (len(ladder) if name == "task" else best) for name, _ in domains) * models
+    else:
+        bound, final = 0, models * sum(len(attacks) for _, attacks in domains)
+    parts.append(f"{final:,} on {models} {'models' if models > 1 else 'model'}{' from new seeds' * adaptive}")
+    end = (
+        " A search ends as soon as a round finds no better attack, so there are usually far fewer." if adaptive else ""
+    )
+    limit = " The time limit may also leave some out." if adaptive and settings.minutes is not None else ""
+    return f"Up to {calibrating + bound + final:,} attacks: {', then '.join(parts)}.{end}{limit}"
 
 
 def _as_given(sentences: Sequence[str], settings: FolderAttack) -> list[str]:
