@@ -13,6 +13,8 @@ from tiny_llama import immunization_files
 
 from netweight.cli import netweight
 from netweight.recipes import read_recipe
+from netweight.registry import Method, known_methods, register, unregister
+from netweight.settings import Settings
 from netweight.store.bank.bank import AdapterBank
 from netweight.store.lora_formats.reading import read_adapter
 from netweight.toys import checkpoint
@@ -198,3 +200,39 @@ def test_a_model_on_the_hub_is_found_in_its_cache(here, monkeypatch):
     absent = CliRunner().invoke(netweight, ["inspect", "me/absent"])
     assert absent.exit_code == 2
     assert "the hub could not be reached" in absent.stderr
+
+
+def test_written_recipes_make_checkpoints_wherever_a_treatment_can(here):
+    init("new")
+    init("mine", "--subject", "model")
+    seen = 0
+    for file in [*Path("new").glob("*.yaml"), Path("mine", "recipe.yaml")]:
+        text = file.read_text()
+        for step in yaml.safe_load(text).get("treatments", ()):
+            for verb, settings in step.items():
+                if "checkpoint_every" in known_methods()[verb].settings_class.model_fields:
+                    assert settings["checkpoint_every"] > 0, file
+                    assert "# checkpoint_every: a checkpoint after so many steps" in text
+                    seen += 1
+    assert seen == 3
+
+
+def halted(source, destination, settings, progress):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("every", ["", ", checkpoint_every: 5"])
+def test_an_interrupted_run_names_the_steps_that_write_no_checkpoints(here, every):
+    Path("recipe.yaml").write_text(
+        "subject: model\noutput: out\ntreatments:\n  - halt\n"
+        f"  - immunize: {{pairs: pairs.jsonl, retain: retain.jsonl{every}}}\n"
+    )
+    halt = Method("halt", Settings, apply=halted, audits={"none": None}, summary="Stop.")
+    register(halt)
+    try:
+        answer = CliRunner().invoke(netweight, ["run", "recipe.yaml"])
+    finally:
+        unregister(halt.name)
+    assert answer.exit_code == 130
+    said = "With the setting checkpoint_every, step 2, immunize would write checkpoints."
+    assert (said in answer.stderr) == (not every)

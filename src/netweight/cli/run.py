@@ -78,11 +78,12 @@ def run(
     try:
         done = recipes.run(plan, progress=Progress(), command=command_line(), jobs=jobs)
     except KeyboardInterrupt:
-        if plan.recipe.output.exists():
-            output.warn(
-                f"The finished steps and checkpoints are kept in {plan.recipe.output}. The same command continues "
-                "after the last of them; a step without checkpoints begins again."
-            )
+        kept = (
+            f"The finished steps and checkpoints are kept in {plan.recipe.output}. The same command continues after "
+            "the last of them; a step without checkpoints begins again."
+        )
+        nothing = "Nothing was kept: no step had ended or written a checkpoint."
+        output.warn((kept if plan.recipe.output.exists() else nothing) + _without_checkpoints(plan))
         raise
     page = plan.recipe.output / "report.html"
     continued = [
@@ -106,6 +107,16 @@ def run(
     })  # fmt: skip
     if verdict.failed:
         context.exit(FINDING_FAILED)
+
+
+def _without_checkpoints(plan: recipes.Plan) -> str:
+    """Return a sentence about unfinished treatments that could write checkpoints and do not; empty without any."""
+    names = [
+        f"step {step.number}, {step.verb}" for part in plan.parts for step in part.steps
+        if getattr(step.choice.settings, "checkpoint_every", 0) is None
+        and not any(part.recipe.output.glob(f"{step.number:02d}-{step.verb}-*"))
+    ]  # fmt: skip
+    return f" With the setting checkpoint_every, {' and '.join(names)} would write checkpoints." if names else ""
 
 
 def _show_plan(
