@@ -346,6 +346,9 @@ class Method(Command[S]):
     preview: Callable[[Path, S], Iterable[str]] | None = None
     """Takes the model and the settings, and returns sentences about the files that a plan shows, such as how many rows
     contain words that the model's tokenizer does not know."""
+    trains_on: Callable[[S], Iterable[Path | str]] | None = None
+    """Takes the settings and returns the rows on which the method trains, as files or names of sets. A later attack of
+    a recipe with the setting `trained_on` gets them, because a result on such rows does not describe others."""
     takes: tuple[str, ...] = ("model",)
     """Kinds of input that the method can be applied to."""
     makes: str = "model"

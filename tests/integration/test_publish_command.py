@@ -74,6 +74,7 @@ def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
         with hub() as (address, repositories):
             text = call("publish", "model", "--to", "me/mine", code=1)
             assert repositories == {}, address
+        assert "Nothing was uploaded." in text
         assert "Do not publish, because" in text
         assert name in text
         for file in list(model.iterdir()):
@@ -81,6 +82,17 @@ def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
                 file.unlink()
         for file, content in before.items():
             file.write_bytes(content)
+
+
+def test_a_missing_license_and_a_missing_card_have_a_cure(model):
+    (model / CARD).write_text("# My model\n")
+    cure = "a license is stated: no. Write `license: NAME` into the metadata of README.md"
+    assert cure in call("publish", "model", code=1)
+    (model / CARD).unlink()
+    card = "there is a model card: no. This command writes one: netweight report RUN --card model"
+    assert card in call("publish", "model", code=1)
+    call("compress", "model", "net")
+    assert "Then repeat: netweight report RUN --card net" in call("publish", "net", code=1)
 
 
 def test_the_verdict_of_the_card_decides(model, tmp_path):

@@ -117,6 +117,27 @@ def test_a_plan_counts_and_names_words_that_the_tokenizer_does_not_know(files):
     assert "harmful.jsonl contains words" in (files / "out" / "report.html").read_text()
 
 
+def test_problems_of_a_recipe_name_its_settings_beside_the_options_of_commands(files):
+    write(files / "blank.jsonl", [{"prompt": "", "rejected": ""}])
+    (files / "recipe.yaml").write_text(RECIPE.replace("harmful.jsonl", "blank.jsonl"))
+    said = call("run", "recipe.yaml", "--plan", code=2).stderr
+    assert "leave them out with --unusable drop. In the recipe: --unusable is the setting unusable." in said
+    (files / "recipe.yaml").write_text(RECIPE.replace("threshold: 0.25", "threshold: 0.01"))
+    said = call("run", "recipe.yaml", code=2).stderr  # what only the attack itself finds out
+    assert "or leave it out. In the recipe: --threshold is the setting threshold." in said
+
+
+def test_an_attack_of_a_recipe_knows_the_rows_on_which_its_defense_trains(files):
+    for kind, row in (("harmful: harmful", "harmful: pairs"), ("benign: keep", "benign: retain")):
+        (files / "recipe.yaml").write_text(RECIPE.replace(kind, row))
+        said = call("run", "recipe.yaml", "--plan", code=2).stderr
+        assert "24 of 24 rows of" in said
+        assert "A result on rows of the training does not describe other rows." in said
+    (files / "recipe.yaml").write_text(RECIPE)
+    plan = json.loads(call("run", "recipe.yaml", "--plan", "--json").stdout)["plan"]
+    assert plan["attacks"][0]["settings"]["trained_on"] == ["pairs.jsonl", "retain.jsonl"]
+
+
 def test_every_attack_states_what_it_tests():
     own = [each for each in known_attacks().values() if each.settings_class.__module__.startswith("netweight.")]
     assert len(own) >= 7

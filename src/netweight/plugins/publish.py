@@ -70,12 +70,16 @@ def publish(settings: PublishSettings, context: Context, folder: Path) -> Result
             "what the model does."
         )
     lines += [f"  {name}" for finding in section.findings for name in finding.detail.get("which", ())[:_SHOWN]]
+    lines += [
+        f"  {finding.name}: {finding.detail['reason']}" for finding in section.findings
+        if finding.value is False and "reason" in finding.detail
+    ]  # fmt: skip
     name = settings.to or f"OWNER/{folder.resolve().name}"
     steps = () if verdict.failed else (shell_line("hf", "upload", name, folder),)
     if settings.to is None:
         return Result(lines, [section], {"folder": str(folder)}, next=steps, advises=not untested)
     if verdict.failed:
-        return Result(lines, [section], {"folder": str(folder), "uploaded": None})
+        return Result([*lines, "Nothing was uploaded."], [section], {"folder": str(folder), "uploaded": None})
     url = upload(folder, settings.to, private=settings.private, message=settings.message)
     return Result(
         [*lines, f"Uploaded: {url}"], [section], {"folder": str(folder), "uploaded": url}, advises=not untested
@@ -94,7 +98,10 @@ def check(folder: Path, verdict: str | None, entries: Sequence[CardEntry], progr
     license_name, card = license_of(folder), (folder / CARD).is_file()
     stray, code = sorted(_matching(folder, _STRAY)), sorted(_matching(folder, _RUNS_CODE))
     places = sorted(_places(folder))
-    missing = "no `license:` in the first lines of README.md, and no LICENSE file"
+    missing = (
+        "no. Write `license: NAME` into the metadata of README.md, between the first two lines `---`, or add a file "
+        "LICENSE." + f" Then repeat: netweight report RUN --card {folder}" * (folder / MANIFEST).exists()
+    )
     return [
         Finding(
             "a license is stated",
@@ -102,7 +109,12 @@ def check(folder: Path, verdict: str | None, entries: Sequence[CardEntry], progr
             target=True,
             detail={} if license_name else {"reason": missing},
         ),
-        Finding("there is a model card", card, target=True),
+        Finding(
+            "there is a model card",
+            card,
+            target=True,
+            detail={} if card else {"reason": f"no. This command writes one: netweight report RUN --card {folder}"},
+        ),
         _verdict(folder, verdict, entries),
         *_tested_weights(folder, progress),
         _digests(folder, progress),

@@ -7,6 +7,7 @@ names it in its first line, by which editors check it: `# yaml-language-server: 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,10 @@ from netweight.core.lazy import value_of
 from netweight.core.names import nearest, not_found
 from netweight.errors import NetweightError, UsageError
 from netweight.registry import Attack, Method, known_attacks, known_methods
-from netweight.settings import Settings
+from netweight.settings import Settings, leaves
 
+# An option of a command, in a message.
+_OPTION = re.compile(r"(?<!\S)\(?(--[a-z][a-z0-9-]*[a-z0-9])")
 E = TypeVar("E", Method[Any], Attack[Any])
 
 
@@ -245,7 +248,7 @@ def _read_steps(
     if "treatments" not in content and "attacks" not in content:
         all_problems.append("the recipe has neither treatments nor attacks, and needs at least one of them.")
     treatments = _chosen(content, "treatments", known_methods(), all_problems)
-    attacks = _chosen(content, "attacks", known_attacks(), all_problems)
+    attacks = _told_of_training(_chosen(content, "attacks", known_attacks(), all_problems), treatments)
     recipe = None
     if fields is not None:
         texts: Any = {key: getattr(fields, key, "") for key in ("title", "summary", "question", "intro")}
@@ -277,9 +280,9 @@ def choose(entry: Any, entries: Mapping[str, E], where: str, kind: str, problems
     if verb not in entries:
         problems.append(f"{where}: there is no {kind} {verb!r}. {nearest(str(verb), entries, 2)}")
         return None
-    config = cast("type[Settings]", entries[verb].settings_class).checked(
-        {} if settings is None else settings, f"{where}.{verb}.", problems
-    )
+    kind_of_settings, found = cast("type[Settings]", entries[verb].settings_class), list[str]()
+    config = kind_of_settings.checked({} if settings is None else settings, f"{where}.{verb}.", found)
+    problems += [f"{each} {in_words_of_recipes(each, kind_of_settings)}".rstrip() for each in found]
     return None if config is None else Choice(entries[verb], config)
 
 
@@ -291,6 +294,37 @@ def _chosen(
     entries = listed if isinstance(listed, list) else []
     chosen = [choose(entry, registered, f"{key}.{place}", key[:-1], problems) for place, entry in enumerate(entries)]
     return tuple(each for each in chosen if each is not None)
+
+
+def _told_of_training(
+    attacks: tuple[Choice[Attack[Any]], ...], treatments: Sequence[Choice[Method[Any]]]
+) -> tuple[Choice[Attack[Any]], ...]:
+    """Return attacks that know the rows on which the recipe's treatments train, where they have a setting for them."""
+    rows = [
+        source for chosen in treatments if chosen.registration.trains_on is not None
+        for source in chosen.registration.trains_on(chosen.settings)
+    ]  # fmt: skip
+    told = []
+    for chosen in attacks:
+        settings = chosen.settings
+        if rows and "trained_on" in type(settings).model_fields:
+            settings = settings.replace(trained_on=tuple(dict.fromkeys((*settings.trained_on, *rows))))
+        told.append(replace(chosen, settings=settings))
+    return tuple(told)
+
+
+def in_words_of_recipes(text: str, settings: type[Settings]) -> str:
+    """Return a sentence that says which settings of a step the options in a message are; empty without options.
+
+    Args:
+        text: The message, with the cure that a command has.
+        settings: The class of the step's settings.
+    """
+    places = {leaf.flag: leaf.place for leaf in reversed(list(leaves(settings, variants=False)))}
+    named = [flag for flag in dict.fromkeys(_OPTION.findall(text)) if flag in places]
+    if not named:
+        return ""
+    return "In the recipe: " + ", ".join(f"{flag} is the setting {places[flag]}" for flag in named) + "."
 
 
 def refusal(path: str | Path, problems: Sequence[str], *, cure: str | None = None) -> UsageError:
@@ -366,7 +400,8 @@ def _work_problems(recipe: Recipe) -> list[str]:
                 if chosen.registration.check is not None:
                     chosen.registration.check(source, chosen.settings)
             except NetweightError as error:
-                problems.append(f"{key}.{place}.{chosen.registration.verb}: {error}")
+                also = in_words_of_recipes(str(error), type(chosen.settings))
+                problems.append(f"{key}.{place}.{chosen.registration.verb}: {error} {also}".rstrip())
             source = None if key == "treatments" else source
     return problems
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from netweight.core.progress import QUIET, Event, Progress
 from netweight.core.work_account import WorkAccount, work_account
 from netweight.errors import CorruptBlob, NetweightError
 from netweight.job import Job, settle_publication
-from netweight.recipes.recipe import Choice, Recipe
+from netweight.recipes.recipe import Choice, Recipe, in_words_of_recipes
 from netweight.registry import Attack, Method, Target, conditions_of, with_conditions, with_tested
 from netweight.report.audit import of_treatment, run_audits
 from netweight.report.finding import Chapter, Finding, Section
@@ -498,7 +499,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             path = plan.result(step, key)
             sections: dict[str, Section] = {}
             earlier: list[str] = []
-            with work_account(progress.note, unannounced=(LEDGER,)) as account:
+            with work_account(progress.note, unannounced=(LEDGER,)) as account, _for_recipes(step):
                 # If the process was killed between the two, the path exists without a record.
                 if path.exists():
                     earlier.append("the model")
@@ -517,7 +518,7 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
             continued = ("the result",) if remembered else ()
             if attacked is None:
                 began = time.monotonic()
-                with work_account(progress.note, unannounced=(LEDGER,)) as account:
+                with work_account(progress.note, unannounced=(LEDGER,)) as account, _for_recipes(attack):
                     attacked = attack.choice.registration.on(target, attack.choice.settings, progress).sections
                 continued = _continued([], account)
                 row = {"step": attack.number, "attack": attack.verb, "seconds": time.monotonic() - began,
@@ -525,6 +526,18 @@ def _run(plan: Plan, progress: Progress) -> Iterator[StepResult]:
                 job.record(LEDGER, {**row, "sections": [each.to_json() for each in attacked]}, key=key)
             named = {attack.verb if not n else f"{attack.verb} {n + 1}": each for n, each in enumerate(attacked)}
             yield StepResult(attack, source, named, remembered, recipe.name, subject, weights, conditions, continued)
+
+
+@contextmanager
+def _for_recipes(step: Step | AttackStep) -> Iterator[None]:
+    """Add to errors that name options of commands which settings of the step these are."""
+    try:
+        yield
+    except NetweightError as error:
+        if also := in_words_of_recipes(str(error), type(step.choice.settings)):
+            error.cure = f"{error.cure or ''} {also}".strip()
+            error.args = (f"{error} {also}",)
+        raise
 
 
 def _known(plan: Plan, keys: Sequence[Key], job: Job) -> list[str]:

@@ -76,7 +76,7 @@ def tested_by_sweep(settings: FolderAttack, plan: SweepPlan, sweep: Sweep) -> li
 def _rows(settings: FolderAttack, *, threshold: str, seeds: str = "", **values: str) -> list[tuple[str, str]]:
     adaptive = settings.grid == "adaptive"
     kind = "a search for the best attack on each model" if adaptive else "fixed attacks, no search"
-    rows = [("grid", f"{settings.grid} ({kind})"), ("attacks", values["attacks"])]
+    rows = [("grid", f"{settings.grid} ({kind})"), ("attacks with harmful rows", values["attacks"])]
     rows += [("seeds", seeds)] if seeds else []
     rows += [("most steps of an attack", values["steps"]), ("harmful rows of an attack", values["samples"])]
     fixed = {name: value for name, value in settings.fixed.items() if name not in ("samples", "max_steps")}

@@ -148,6 +148,12 @@ def check(source: Path | None, settings: ImmunizeSettings) -> None:
         _retained(settings, texts, lambda text: None)
 
 
+def trains_on(settings: ImmunizeSettings) -> list[Path | str]:
+    """Return the sources of rows that the defense is trained on; not pairs of which a category is withheld."""
+    pairs = [] if settings.withhold else [settings.pairs]
+    return [*pairs, *([settings.retain] if settings.retain is not None else [])]
+
+
 def preview(source: Path, settings: ImmunizeSettings) -> list[str]:
     """Return sentences about rows with words that the model's tokenizer does not know."""
     tokenizer, notes = load_tokenizer(source), list[str]()

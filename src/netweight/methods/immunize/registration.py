@@ -24,5 +24,6 @@ IMMUNIZE: Method[Any] = Method(
     by_attack={"fine-tuning attack": "finetune"},
     check=lazy(f"{_FOLDER}:check"),
     preview=lazy(f"{_FOLDER}:preview"),
+    trains_on=lazy(f"{_FOLDER}:trains_on"),
     card=lazy("netweight.methods.immunize.report:card"),
 )
