@@ -15,6 +15,7 @@ from netweight import compress_folder
 from netweight.cli import netweight
 from netweight.hf.carry_over import carry_over
 from netweight.plugins.model_card import CARD, add_evidence
+from netweight.report.card_sections import verdict_in
 from netweight.report.finding import Finding
 from netweight.report.report import Report
 from netweight.store.weights_digest import weights_digest
@@ -82,6 +83,23 @@ def test_each_fault_is_named_and_stops_the_upload(model, tmp_path):
                 file.unlink()
         for file, content in before.items():
             file.write_bytes(content)
+
+
+def test_a_first_line_that_was_edited_by_hand_does_not_hide_what_the_evidence_says(model, tmp_path):
+    run = report_about(model, tmp_path / "run", 1.0)
+    call("report", run, "--card", model, code=1)
+    card = (model / CARD).read_text()
+    failed, passed = verdict_in(card), "This model passed its audits: the target is met."
+    (model / CARD).write_text(card.replace(failed, passed, 1))
+    text = call("publish", model, code=1)
+    assert f"Its evidence states another verdict: {failed} The first line was edited." in text
+    assert f"This command writes it again: netweight report RUN --card {model}" in text
+    (model / CARD).write_text(card.replace("<!-- netweight verdict: end -->\n", ""))
+    assert "Remove the rest of the section." in call("publish", model, code=2)
+    call("report", run, "--card", model, code=2)
+    (model / CARD).write_text(card.replace(failed, passed, 1))
+    call("report", run, "--card", model, code=1)
+    assert (model / CARD).read_text() == card
 
 
 def test_a_missing_license_and_a_missing_card_have_a_cure(model):

@@ -22,7 +22,7 @@ from netweight.methods.forget.records import FOLDER as RECORDS
 from netweight.methods.forget.records import read_records
 from netweight.plugins.model_card import entries_of, license_of, verdict_of
 from netweight.registry import CardEntry, Context, Result, shell_line
-from netweight.report.card_sections import CARD, evidence_of
+from netweight.report.card_sections import CARD, evidence_of, worst_evidence
 from netweight.report.finding import Finding, Section
 from netweight.report.verdict import decide, stated_outcome
 from netweight.settings import Cli, Settings
@@ -38,6 +38,7 @@ _STRAY = (
 # Files that run code when they are opened.
 _RUNS_CODE = (*(f"*{ending}" for ending in PICKLES), "*.joblib")
 _SHOWN = 5  # names in a reason
+_AGAIN = "This command writes it again: netweight report RUN --card "
 _PLACE = re.compile(r"(?:/(?:home|Users|root|tmp|mnt|data|work|scratch|var)/|[A-Za-z]:\\)[^\s\"'`<>)]*")
 
 
@@ -142,6 +143,12 @@ def _count(name: str, which: list[str]) -> Finding:
 def _verdict(folder: Path, stated: str | None, entries: Sequence[CardEntry]) -> Finding:
     name = "the card states that the model passed its audits"
     if stated is not None:
+        worst = worst_evidence((folder / CARD).read_text(encoding="utf-8"))
+        if worst is not None and worst.sentence != stated:
+            reason = (
+                f"no. Its evidence states another verdict: {worst.sentence} The first line was edited. {_AGAIN}{folder}"
+            )
+            return Finding(name, False, target=True, detail={"verdict": stated, "reason": reason})
         return Finding(name, stated_outcome(stated) == "passed", target=True, detail={"verdict": stated})
     if all(entry.tags == ("compressed",) for entry in entries) and (folder / MANIFEST).exists():
         return Finding(name, None, detail={"reason": "only compressed, without loss; its digests are checked below"})

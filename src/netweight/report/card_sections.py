@@ -70,9 +70,16 @@ def worst_evidence(text: str, *, latest: str = "") -> CardEvidence | None:
 
 
 def verdict_in(text: str) -> str | None:
-    """Return the verdict that a card states; None where it states none."""
+    """Return the verdict that a card states; None where it states none.
+
+    Raises:
+        UsageError: The card has one of the marks of its section, or one of them twice.
+    """
     begin, end = marks(VERDICT)
-    return text.partition(begin)[2].partition(end)[0].strip().strip("*") or None
+    if begin not in text and end not in text:
+        return None
+    start, stop = _span(text, begin, end)
+    return text[start + len(begin) : stop - len(end)].strip().strip("*") or None
 
 
 def with_verdict(text: str, *, latest: str = "") -> str:

@@ -26,8 +26,8 @@ def tested(settings: FolderSearch) -> list[tuple[str, str]]:
     rows = [
         ("memorized images", f"{targets}, {controls}"),
         ("searches for each image in each pipeline",
-         f"{each * settings.seeds}{stops}: {len(search.starts)} starting points, {len(search.every_rate)} learning "
-         f"rates, {search.restarts} restarts, {settings.seeds} seeds"),
+         f"{each * settings.seeds}{stops}: starting points ({len(search.starts)}) times learning rates "
+         f"({len(search.every_rate)}) times restarts ({search.restarts}) times seeds ({settings.seeds})"),
         ("starting points", ", ".join(search.starts)),
         ("learning rates", rates),
         ("most steps of a search", f"{search.steps:,}"),
