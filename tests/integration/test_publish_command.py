@@ -148,11 +148,13 @@ def test_an_attack_that_failed_is_not_hidden_by_another_one_that_passed(order, m
         run = report_about(model, tmp_path / f"run-{number}", value)
         text = call("report", run, "--card", model, code=0 if value > 4 else 1)
     assert ("The card states the worst verdict of its 2 reports" in text) == (order[-1] > 4)
+    assert "Next: netweight publish" not in text
     assert (model / CARD).read_text().count("## Evidence") == 2
     assert "the check 'the card states that the model passed its audits' did not pass" in call("publish", model, code=1)
     report_about(model, tmp_path / f"run-{order.index(1.0)}", 8.0)  # it was repeated into the same folder
     call("report", tmp_path / f"run-{order.index(1.0)}", "--card", model)
     assert "Publish, because" in call("publish", model)
+    assert "Next: netweight publish" in call("report", tmp_path / f"run-{order.index(1.0)}", "--card", model)
 
 
 def test_weights_that_changed_after_the_attack_are_not_published(model, tmp_path):

@@ -112,6 +112,10 @@ def test_a_pipeline_that_forgot_is_compressed_and_paints_the_same(tmp_path, monk
     )  # fmt: skip
     result = call("release.yaml", text, "--subject", SHAPES_FOLDER, "--output", "out")
     forgot, packed, searched = result["steps"]
+    assert packed["findings"]["outputs"] == []  # only single models are run
+    plan = call("release.yaml", text, "--subject", SHAPES_FOLDER, "--output", "out", "--plan")["plan"]
+    assert plan["attacks"][0]["tested"]["memorized images"] == "2, each turned and recolored as its control"
+    assert plan["steps"][0]["tested"]["images of each prompt, before and after the edit"] == "2"
     decompress_folder(packed["path"], "restored")
     same_files(Path(forgot["path"]), Path("restored"))
     edited, published = (load_text_to_image(step["path"]) for step in (forgot, packed))

@@ -1,6 +1,8 @@
 """A plan, a report and a card state what is tested and how strongly; a plan names words that a tokenizer misses."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -115,6 +117,28 @@ def test_a_plan_counts_and_names_words_that_the_tokenizer_does_not_know(files):
     assert said[0] in done.stderr  # the same at the time of the run
     assert said[1] in done.stderr
     assert "harmful.jsonl contains words" in (files / "out" / "report.html").read_text()
+
+
+def test_a_plan_counts_prompts_of_a_pipeline_with_unknown_words(tmp_path, monkeypatch):
+    pytest.importorskip("diffusers", reason="diffusers is in the diffusion extra")
+    from netweight.toys import checkpoint
+
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(checkpoint("shapes-diffusion"), "pipeline")
+    knowing(["a", "red", "circle"]).save_pretrained("pipeline/tokenizer_2")
+    Path("planted.png").write_bytes(b"")  # a plan opens no picture
+    Path("targets.csv").write_text("prompt,image\na red zebra,planted.png\n")
+    Path("ordinary.txt").write_text("".join(f"a red circle{' circle' * number}\n" for number in range(8)))
+    Path("recipe.yaml").write_text(
+        "subject: pipeline\noutput: out\ntreatments:\n  - forget: {targets: targets.csv, ordinary: ordinary.txt}\n"
+        "attacks:\n  - embedding: {targets: targets.csv, unrelated: ordinary.txt}\n"
+    )
+    remarks = json.loads(call("run", "recipe.yaml", "--plan", "--json").stdout)["remarks"][0]
+    sentence = (
+        "1 of 1 prompts of targets.csv contains words that the model's tokenizer does not know: 'zebra' (prompt 1). "
+        "The model reads '<unk>' in their place."
+    )
+    assert remarks == [[sentence], [sentence]]
 
 
 def test_problems_of_a_recipe_name_its_settings_beside_the_options_of_commands(files):

@@ -244,10 +244,12 @@ def report(context: click.Context, run: Path, model: Path | None, output: Output
     output.line(f"Page: {page}")
     card = None if model is None else _card(model, run)
     if model is not None:
-        from netweight.plugins.model_card import worse_verdict
+        from netweight.plugins.model_card import verdict_of, worse_verdict
+        from netweight.report.verdict import stated_outcome
 
         output.line(f"Card: {card}")
-        if not verdict.failed:
+        # The card may state the worse verdict of an earlier report, with which publishing would be refused.
+        if stated_outcome(verdict_of(model) or "") == "passed":
             output.line(f"Next: {shell_line('netweight', 'publish', model)}")
         if worse := worse_verdict(model, verdict):
             output.warn(worse)
