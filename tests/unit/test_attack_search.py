@@ -298,6 +298,7 @@ def test_the_duration_of_an_attack_is_estimated_from_others():
     pace.add([run(adam, seconds=2.0, flops=100.0)])
     assert pace.expected(adam) == 10 * 0.5  # ten steps
     assert pace.expected(adam.replace(batch_size=16)) == 5 * 0.5 * 2
+    assert pace.expected(adam.replace(batch_size=4)) == 20 * 0.5 * 0.75  # half of a step does not depend on its rows
     assert pace.expected(adam.replace(optimizer="muon"), 1000.0) == 10 * (0.5 + 1000 * 2 / 100)
     pace.add([run(adam, flops=100.0)], seconds=8.0)  # evaluations count, too
     assert pace.expected(adam) == 10 * 2.0

@@ -15,7 +15,7 @@ from small_pipelines import WORDS, stable_diffusion
 
 from netweight.cli import netweight
 from netweight.hf.load_pipeline import text_to_image
-from netweight.hf.pipeline_costs import Stage, duration, measured_plan
+from netweight.hf.pipeline_costs import Stage, measured_plan
 from netweight.nn.text_to_image import most_rows, recomputed
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of diffusers
@@ -118,11 +118,6 @@ def test_people_read_times_and_memory(folder):
     assert "Nothing was done. All steps together take about" in done.output
     assert "The most memory at once is about" in done.output
     assert "check: images before the edit" in done.output
-
-
-@pytest.mark.parametrize(("seconds", "words"), [(0.004, "0.004 s"), (59, "59 s"), (754, "13 min"), (13_000, "3.6 h")])
-def test_durations(seconds, words):
-    assert duration(seconds) == words
 
 
 def test_large_latents_are_computed_in_parts_and_small_ones_together():

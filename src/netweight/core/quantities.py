@@ -1,4 +1,4 @@
-"""Numbers as people write them: bytes in kB, MB and GB, counts in thousands, millions and billions, percent."""
+"""Numbers as people write them: bytes in kB, MB and GB, counts in thousands and millions, times, percent."""
 
 from __future__ import annotations
 
@@ -24,6 +24,18 @@ def count(number: float) -> str:
         number: The count, at least 0.
     """
     return f"{int(number):,}" if number < 10_000 else _scaled(number, _COUNTS)
+
+
+def duration(seconds: float) -> str:
+    """Return a time with two significant digits: "40 s", "12 min", "3.5 h".
+
+    Args:
+        seconds: The time, at least 0.
+    """
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length * 0.995:
+            return f"{float(f'{seconds / length:.2g}'):g} {unit}"
+    return f"{float(f'{seconds:.2g}'):g} s"
 
 
 def percent(share: float) -> str:

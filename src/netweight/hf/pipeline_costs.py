@@ -105,14 +105,16 @@ class CostPlan:
         """Return the plan as the result of a command that was asked for nothing else."""
         rows = [
             (stage.name, stage.predictions or "", stage.gradients or "", stage.decoded or "",
-             ("at least " if stage.more else "") + duration(seconds))
+             ("at least " if stage.more else "") + quantities.duration(seconds))
             for stage, seconds in zip(self.stages, self.seconds, strict=True)
         ]  # fmt: skip
         least = "at least " if any(stage.more for stage in self.stages) else "about "
         lines: list[str | PrintedTable] = [
             PrintedTable(("step", "predictions", "with gradients", "pictures", "time"), rows)
         ]
-        lines.append(f"Nothing was done. All steps together take {least}{duration(self.total)} on this machine.")
+        lines.append(
+            f"Nothing was done. All steps together take {least}{quantities.duration(self.total)} on this machine."
+        )
         if self.memory is not None:
             lines.append(f"The most memory at once is about {quantities.size(self.memory)}.")
         lines += [
@@ -125,14 +127,6 @@ class CostPlan:
 def folder_bytes(folder: Path) -> int:
     """Return the size of all files of a folder, in bytes."""
     return sum(file.stat().st_size for file in files_below(folder))
-
-
-def duration(seconds: float) -> str:
-    """Return a time in words, to two digits: "40 s", "12 min", "3.5 h"."""
-    for unit, length in (("h", 3600), ("min", 60)):
-        if seconds >= length * 0.995:
-            return f"{float(f'{seconds / length:.2g}'):g} {unit}"
-    return f"{float(f'{seconds:.2g}'):g} s"
 
 
 def measured_plan(

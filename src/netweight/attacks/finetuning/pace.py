@@ -38,7 +38,9 @@ class Pace:
         if like is None and not self._steps:
             return 0.0
         seconds, rows = like or max(self._steps.values())
-        step = seconds * max(1.0, settings.batch_size / rows)
+        ratio = settings.batch_size / rows
+        # With fewer rows, the optimizer's part of a step takes as long as before: half of the time is taken as its.
+        step = seconds * (ratio if ratio > 1 else (1 + ratio) / 2)
         if like is None and self._operations:
             step += operations * self._seconds / self._operations
         return step * settings.steps

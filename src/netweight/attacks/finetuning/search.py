@@ -30,6 +30,7 @@ from netweight.attacks.finetuning.subject import Goal, Subject
 from netweight.attacks.finetuning.sweep import AttackOutcome, SubjectName, make_subject, sweep
 from netweight.core.engines import Engine
 from netweight.core.progress import QUIET, Progress
+from netweight.core.quantities import duration
 from netweight.errors import UsageError
 from netweight.hf.load_language_model import embedding_of
 from netweight.job import Job
@@ -239,7 +240,7 @@ def search_one(
                     too_slow.add(kind)
                     progress.note(
                         f"An attack is left out for lack of time: {part[0].label}. It would take about "
-                        f"{seconds / 60:.1f} minutes, and {left / 60:.1f} minutes are left for this part of the search."
+                        f"{duration(seconds)}, and {duration(left)} are left for this part of the search."
                     )
                 if seconds > left:
                     continue

@@ -58,7 +58,11 @@ class GradientInversionSettings(Settings):
     )
     steps: int | None = Field(default=None, ge=1, description="Steps of the search; each attack has its own default.")
     restarts: int = Field(default=1, ge=1, description="Number of starting points.")
-    total_variation: float | None = Field(default=None, ge=0, description="Weight of the total variation in ig.")
+    total_variation: float | None = Field(
+        default=None,
+        ge=0,
+        description="Weight of the total variation in ig, 0.01 by default; a larger one gives smoother images.",
+    )
     reference: _File | None = Field(
         default=None, description="The true images, within 0 and 1, to measure against (.safetensors)."
     )

@@ -9,7 +9,7 @@ from netweight.core import quantities
 from netweight.data.images.pairs import image_files, pair_prompts
 from netweight.data.prompts import read_prompts
 from netweight.hf.load_pipeline import open_pipeline
-from netweight.hf.pipeline_costs import PlannedDescent, Stage, duration, folder_bytes, measured_plan
+from netweight.hf.pipeline_costs import PlannedDescent, Stage, folder_bytes, measured_plan
 from netweight.methods.forget.edits.edit import EditSizes
 from netweight.methods.forget.edits.trained import TrainedEdit
 from netweight.methods.forget.folder_settings import FolderAudit, FolderForgetting
@@ -79,7 +79,7 @@ def plan_apply(settings: FolderForgetting, pipeline: Path) -> Result:
         descent = PlannedDescent(together, trained, float32=True)
     size = folder_bytes(pipeline)
     return measured_plan(model, stages, descent=descent).result([
-        f"The folder of {quantities.size(size)} is copied, which takes about {duration(size / _COPIED)}."
+        f"The folder of {quantities.size(size)} is copied, which takes about {quantities.duration(size / _COPIED)}."
     ])  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def plan_undo(pipeline: Path) -> Result:
     return Result(
         [
             f"Nothing was done. {quantities.size(size)} are copied and compared byte for byte, which takes about "
-            f"{duration(size / _COPIED)}; no network is run."
+            f"{quantities.duration(size / _COPIED)}; no network is run."
         ],
         payload={"plan": {"bytes": size, "seconds": size / _COPIED}},
     )
