@@ -87,7 +87,7 @@ save_file(sent, 'update.safetensors')" """,
     "docs/forget": Page(replaced={"--out audit": "--steps 2 --out audit"}),
     "docs/forget-pipelines": Page(),
     "docs/forget-neurons": Page(
-        "tail -n +2 ordinary.txt > others.txt; cp ordinary.txt calibration.txt\n"
+        "head -n 48 ordinary.txt > calibration.txt; tail -n +49 ordinary.txt > others.txt\n"
         "sed 's/^prompt/caption/' targets.csv > suspects.csv\n"
         "cut -d, -f1 targets.csv | tail -n 1 | tr -d '\"' > memorized.txt\n"
     ),
