@@ -28,7 +28,6 @@ from netweight.errors import UsageError
 from netweight.methods.space.points import POINTS_VERSION
 from netweight.metrics.images import png_bytes
 from netweight.report.page import page_template
-from netweight.report.report import MAX_BYTES
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -293,6 +292,8 @@ def _repeated(names: Sequence[str]) -> str | None:
 
 
 _HERE = "netweight.methods.space.view"
+# A pipeline inside the page takes up to 5 MB as text; the pictures may take as much again.
+MAX_BYTES = 10_000_000
 # Images of fewer pixels a side are enlarged without smoothing, so that their pixels can be seen.
 _SMALL = 96
 _KINDS = {
@@ -308,7 +309,8 @@ def write_view(view: View, path: Path, *, overwrite: bool = False) -> Path:
         raise UsageError(
             f"The page would have {quantities.size(len(page))}, more than {quantities.size(MAX_BYTES)}: "
             f"{_largest(view)}.",
-            cure="Show fewer adapters, strengths, noises or samples, or generate smaller images.",
+            cure="Show fewer adapters (--adapters), samples (--samples), noises (--noises) or positions of a slider "
+            "(--set strengths=-2,0,2).",
         )
     with whole_file(path, overwrite=overwrite) as file:
         file.write(page)
