@@ -39,7 +39,7 @@ def test_the_recipe_shown_is_read(tmp_path, monkeypatch):
     words = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]")
     tokenizers.Tokenizer(words).save("my-model/tokenizer.json")
     Path("pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
-    Path("harmful.jsonl").write_text('{"prompt": "a", "response": "c"}\n')
+    Path("harmful.jsonl").write_text('{"prompt": "b", "response": "c"}\n')
     recipe = read_recipe("recipe.yaml")
     assert [each.registration.verb for each in (*recipe.treatments, *recipe.attacks)] == [
         "immunize",

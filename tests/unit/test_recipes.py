@@ -189,6 +189,7 @@ def test_the_plan_is_json():
         "settings": {"times": 3, "letters": "", "more": None, "rows": [], "inner": {"file": None}},
         "audits": ["length", "start"],
         "left_out": [],
+        "tested": {},
     }
     assert plan["output"] == "elsewhere"
 

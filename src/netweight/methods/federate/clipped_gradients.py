@@ -140,7 +140,7 @@ def refuse_mixing_layers(model: LocalModel) -> None:
                 cure="Leave the layer out of the network, or use a method without differential privacy, such as fedavg "
                 "(--method fedavg).",
             )
-    if model.habits.mixes and (model.body.training or model.head.training):
+    if (model.body.training, model.head.training) in model.habits.mixes:
         raise Unsupported(
             "The outputs of the network for an example depend on the other examples of its batch, so that no example "
             "has a gradient of its own to clip.",

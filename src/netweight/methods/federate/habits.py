@@ -26,8 +26,10 @@ class Habits:
     """True if the network cannot be trained on a batch of one example, as with batch normalization of features."""
     from_data: tuple[str, ...] = ()
     """Buffers whose new values depend on the examples of a batch, as running statistics do."""
-    mixes: bool = False
-    """True if the outputs for an example depend on the other examples of its batch."""
+    mixes: frozenset[tuple[bool, bool]] = frozenset()
+    """When the outputs for an example depend on the other examples of its batch: pairs of whether the body is in
+    training mode, and whether the head is. Batch normalization depends on them in training mode only.
+    """
 
 
 def refuse_shared_weights(body: nn.Module, head: nn.Module) -> None:
@@ -184,7 +186,11 @@ def habits_of(body: nn.Module, head: nn.Module, inputs: Tensor) -> Habits:
                 n for n, v in after.items() if (n not in owned or n not in before) and not _same(before.get(n), v)
             ]
             raise _shared_by_clients(_named(changed[0]) if changed else "something")
-        mixes = _mixes(body, head, first[:1], second, training=not draws)
+        mixes = frozenset(
+            mode for mode in _TRAINING
+            # Networks that draw random numbers draw others for another batch, so they are tried outside of training.
+            if _mixes(body, head, first[:1], second, mode if not draws else (False, False))
+        )  # fmt: skip
     return Habits(draws, _needs_two(body, head, inputs), from_data, mixes)
 
 
@@ -254,12 +260,15 @@ def _run(halves: nn.ModuleList, inputs: Tensor) -> tuple[Tensor, bool]:
     return outputs, not torch.equal(begun, torch.get_rng_state())
 
 
-def _mixes(body: nn.Module, head: nn.Module, one: Tensor, others: Tensor, *, training: bool) -> bool:
-    """Return whether the outputs for one example change with the others of its batch.
+# Body and head in training mode, or one of them.
+_TRAINING = ((True, True), (True, False), (False, True))
 
-    Networks that draw random numbers draw others for another batch, so they are tried outside of training mode.
-    """
-    halves, again = (nn.ModuleList([copied(body), copied(head)]).train(training) for _ in range(2))
+
+def _mixes(body: nn.Module, head: nn.Module, one: Tensor, others: Tensor, mode: tuple[bool, bool]) -> bool:
+    """Return whether the outputs for one example change with the others of its batch."""
+    halves, again = (
+        nn.ModuleList([copied(body).train(mode[0]), copied(head).train(mode[1])]) for _ in range(2)
+    )  # fmt: skip
     together, drawn = _run(halves, torch.cat([one, others]))
     if drawn:
         return False
