@@ -56,7 +56,7 @@ def make():
 RECIPE = """
 subject: language/model
 treatments:
-  - immunize: {pairs: language/pairs.jsonl, retain: language/keep.jsonl, defense: repnoise, lr: 0.003, batch_size: 8}
+  - immunize: {pairs: language/pairs.jsonl, retain: language/retain.jsonl, defense: repnoise, lr: 0.003, batch_size: 8}
 attacks:
   - finetune: {harmful: language/harmful.jsonl, benign: language/keep.jsonl, grid: quick, lr: [0.003], seeds: 1,
       max_steps: 8, check_every: 2, threshold: 0.5}
@@ -152,9 +152,10 @@ def adapted():
 def talking():
     Path("language").mkdir()
     tiny_llama.save(*tiny_llama.tiny_llama(), Path("language/model"))
-    tiny_llama.write(Path("language/pairs.jsonl"), tiny_llama.PAIRS)
-    tiny_llama.write(Path("language/harmful.jsonl"), tiny_llama.PAIRS)
-    tiny_llama.write(Path("language/keep.jsonl"), tiny_llama.KEPT)
+    tiny_llama.write(Path("language/pairs.jsonl"), tiny_llama.PAIRS[::2])
+    tiny_llama.write(Path("language/harmful.jsonl"), tiny_llama.PAIRS[1::2])
+    tiny_llama.write(Path("language/retain.jsonl"), tiny_llama.KEPT[::2])
+    tiny_llama.write(Path("language/keep.jsonl"), tiny_llama.KEPT[1::2])
     Path("recipe.yaml").write_text(RECIPE)
     world = cipher_world()
     world.save(Path("cipher/model"))
