@@ -108,9 +108,11 @@ def _check_rows(settings: FolderAttack) -> None:
         places = _places(examples)
         twins = [(place, earlier[row]) for row, place in places.items() if row in earlier]
         if twins:
+            place, twin = twins[0]
+            same = f"{place} is {twin}" if place != twin else "it is given twice"
             raise UsageError(
-                f"{len(twins)} of {len(places)} rows of {file} are also in another file: {twins[0][0]} is "
-                f"{twins[0][1]}. A result on rows of the training does not describe other rows.",
+                f"{len(twins)} of {len(places)} rows of {file} are also among other rows: {same}. A result "
+                "on rows of the training does not describe other rows.",
                 cure=f"Give --{name.replace('_', '-')} other rows, of which none is in --trained-on or --harmful.",
             )
         earlier |= places if other == "rejected" else {}

@@ -243,7 +243,9 @@ class FederationAudit(Settings):
     """Settings of an audit: the updates that are attacked, and the servers that attack."""
 
     updates: int = Field(default=16, ge=1, description="Number of updates to attack in each threat model.")
-    search_steps: int = Field(default=4800, ge=1, description="Steps of the searches for a batch of images, together.")
+    search_steps: int = Field(
+        default=4800, ge=1, description="Steps for a batch of images; each of several searches takes a quarter of them."
+    )
     threats: Annotated[tuple[str, ...], Cli(name="--threat", metavar="BATCHxSTEPS[xCLIENTS][+WORD]")] = Field(
         default=(),
         description="Threat model: local batch size, local steps and, for a sum, the number of clients; then words "
