@@ -39,12 +39,12 @@ from netweight.errors import NameNotFound, UsageError
 from netweight.metrics.images import psnr
 
 
-def network(*, activation=nn.Sigmoid, classes=4, seed=0, dtype=torch.float64, wide=1.0):
+def network(*, activation=nn.Sigmoid, classes=4, seed=0, dtype=torch.float64, wide=1.0, hidden=20):
     """A convolution and two linear layers for 8 × 8 images."""
     torch.manual_seed(seed)
     model = nn.Sequential(
-        nn.Conv2d(1, 6, 3, padding=1, stride=2), activation(), nn.Flatten(), nn.Linear(96, 20), activation(),
-        nn.Linear(20, classes),
+        nn.Conv2d(1, 6, 3, padding=1, stride=2), activation(), nn.Flatten(), nn.Linear(96, hidden), activation(),
+        nn.Linear(hidden, classes),
     ).to(dtype)  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():
@@ -296,8 +296,10 @@ def test_both_distances_agree_on_directions_and_one_of_them_counts_the_length():
         MatchingConfig(distance="cubed")
 
 
-def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept():
-    model, (image, label) = network(), batch(1)
+@pytest.mark.parametrize("hidden", [20, 1100])
+def test_restarts_are_what_single_starts_would_be_and_the_best_is_kept(hidden):
+    """Also where the network is so large that restarts are differentiated one by one."""
+    model, (image, label) = network(hidden=hidden), batch(1)
     client, params = gradient_of(model), known_parameters(model)
     observed = client(params, (image, label))
     several = ig(client, params, observed, label, steps=20, restarts=3, annealed=False)

@@ -19,7 +19,7 @@ from torch.func import functional_call
 from netweight.attacks.gradient_inversion.analytic import HypernetworkChange, RecoveredGradient
 from netweight.attacks.gradient_inversion.chains import Chain, Peel, pool_softly, read_chain, solve_in_box, undone
 from netweight.attacks.gradient_inversion.client import Reconstruction, Tensors
-from netweight.attacks.gradient_inversion.matching import Bounds, DescentResult, descend, total_variation
+from netweight.attacks.gradient_inversion.matching import Bounds, DescentResult, descend, number_of, total_variation
 from netweight.core import seeds
 from netweight.core.progress import QUIET, Progress, ProgressTask
 from netweight.errors import UsageError
@@ -164,7 +164,7 @@ def _matched(
     ])  # fmt: skip
     searched = descend(
         objective, (start,), steps=config.steps, lr=0.025, schedule="cosine", anneal=anneal, progress=progress,
-        project=lambda image: image.clamp_(0, 1), description="matching maps and kernels",
+        project=lambda image: image.clamp_(0, 1), weights=number_of(weights), description="matching maps and kernels",
     )  # fmt: skip
     image, labels = low + (high - low) * searched.variables[0], torch.empty(0, dtype=torch.int64)
     name = "hypernetwork, analytic maps then matching"
@@ -388,7 +388,8 @@ def tailored(
     start = _starting_points(config.restarts, shape, state["trunk.0.weight"].shape[1], classes, features, seed)
     descended = descend(
         objective, (start[0].clamp(low, high), *(start[1:] if labels is None else start[1:3])), steps=config.steps,
-        lr=config.lr, project=lambda images, *_: images.clamp_(low, high), progress=progress, description="tailored",
+        lr=config.lr, project=lambda images, *_: images.clamp_(low, high), weights=number_of(state), progress=progress,
+        description="tailored",
     )  # fmt: skip
     labels = descended.variables[3].softmax(1) if labels is None else labels
     name = "tailored to HyperFL (a reconstruction of the idea)"

@@ -30,6 +30,7 @@ from netweight.attacks.gradient_inversion.matching import (
     cosine_distance,
     descend,
     invert,
+    number_of,
     starting_points,
     total_variation,
 )
@@ -65,7 +66,7 @@ class Search:
     """Settings of peeling; None for its defaults."""
     matching: MatchingConfig | None = None
     """Settings of both kinds of matching; None for the attack's defaults. The steps are those of one long search, as a
-    measure of the budget: several short ones are made for about as much time.
+    measure of the budget: several short ones are made, for up to twice as much time in all.
     """
 
 
@@ -208,7 +209,7 @@ def _in_order(images: Tensor, reference: Tensor, labels: Tensor) -> Tensor:
 
 
 def _side_by_side(search: Search) -> MatchingConfig:
-    """Divide the steps among several starts, which take less time side by side than one after the other."""
+    """Divide the steps among several starts. With a small network, all at once take less time than one by one."""
     whole = search.matching or MatchingConfig()
     return replace(
         whole, steps=-(-whole.steps // _SHARE), restarts=len(SMOOTHNESS), total_variation=SMOOTHNESS, schedule="cosine"
@@ -251,7 +252,7 @@ def _matched_without_classifier(evidence: ServerKnowledge, search: Search, seed:
 
     searched = descend(
         objective, (start, flows), steps=config.steps, lr=config.lr, signed=config.signed, schedule=config.schedule,
-        project=project, anneal=anneal, constants=(torch.tensor(config.weights).to(start),),
+        project=project, anneal=anneal, constants=(torch.tensor(config.weights).to(start),), weights=number_of(weights),
     )  # fmt: skip
     return searched.every[0].flatten(0, 1)
 
