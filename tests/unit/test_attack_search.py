@@ -12,7 +12,7 @@ from attacked_models import PAD, TinyModel, cipher, pretrain_, subject
 
 from netweight.attacks.finetuning.attack import AttackResult, AttackTraining, Evaluation, run_attack
 from netweight.attacks.finetuning.changes import changed_copy, telling_tokens
-from netweight.attacks.finetuning.optimizers import Lion, Muon, operations_per_step
+from netweight.attacks.finetuning.optimizers import Lion, Muon, ScheduleFree, operations_per_step
 from netweight.attacks.finetuning.pace import Pace
 from netweight.attacks.finetuning.search import (
     finals,
@@ -24,6 +24,7 @@ from netweight.attacks.finetuning.search import (
     of_length,
     search_all,
     search_one,
+    together,
     widest_first,
     within,
 )
@@ -121,13 +122,13 @@ def test_steps_of_few_rows_are_evaluated_after_as_many_rows_as_others_and_have_a
     held, mixed = frozenset({"check_every"}), START.replace(benign_share=0.75)
     sizes = {one.batch_size: one for one in neighbors(mixed, subject=marked_subject(), held=held)}
     assert 2 not in sizes
-    assert (sizes[4].harmful_per_batch, sizes[4].check_every) == (1, 4)
+    assert (sizes[4].harmful_per_batch, sizes[4].check_every) == (1, 2)
     back = {one.batch_size: one for one in neighbors(sizes[4], subject=marked_subject(), held=held)}
     assert {back[size].check_every for size in (8, 64)} == {2}
-    two = START.replace(batch_size=2, check_every=8)
+    two = START.replace(batch_size=2, check_every=4)
     near = neighbors(two, subject=marked_subject(), held=held)
     assert all(one.harmful_per_batch or one.benign_share == 1 for one in near)
-    assert {one.check_every for one in near if one.batch_size == 2} == {8}
+    assert {one.check_every for one in near if one.batch_size == 2} == {4}
 
 
 def test_lion_moves_every_weight_by_the_learning_rate():
@@ -138,6 +139,53 @@ def test_lion_moves_every_weight_by_the_learning_rate():
         weight.grad = torch.tensor(gradient)
         optimizer.step()
         assert weight.tolist() == expected
+
+
+def test_schedule_free_steps_are_those_of_the_paper_and_its_mean_is_evaluated():
+    gradients = [torch.tensor(each) for each in ([4.0, -2.0], [1.0, 3.0], [-2.0, 0.5])]
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = ScheduleFree([weight], 0.1)
+    fast, mean, square = weight.detach().double(), weight.detach().double(), torch.zeros(2).double()
+    for step, gradient in enumerate(gradients, start=1):
+        weight.grad = gradient
+        optimizer.step()
+        square = 0.99 * square + 0.01 * gradient.double() ** 2
+        fast = fast - 0.1 * gradient / ((square / (1 - 0.99**step)).sqrt() + 1e-8)
+        mean = mean + (fast - mean) / step
+        torch.testing.assert_close(weight.detach().double(), 0.1 * fast + 0.9 * mean, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(optimizer.means()[0].double(), mean, rtol=1e-5, atol=1e-6)
+    model = TinyModel()
+    training = AttackTraining(model, START.replace(optimizer="schedule-free"), pad_id=PAD)
+    for _ in range(2):
+        training.step(collate([Example((1, 2), (3,))], pad_id=PAD))
+    own = model.embed.weight.detach().clone()
+    with training.averaged():
+        evaluated = model.embed.weight.detach().clone()
+    assert torch.equal(model.embed.weight, own)
+    training.apply_mean_weights()
+    assert torch.equal(model.embed.weight, evaluated)
+    assert not torch.equal(own, evaluated)
+    with pytest.raises(UsageError, match="does not round its steps"):
+        START.replace(optimizer="schedule-free", precision="rounded")
+    assert "schedule-free" in {one.optimizer for one in first_attacks()}
+    assert "schedule-free" not in {one.optimizer for one in first_attacks(precision="rounded")}
+
+
+def test_changes_that_helped_are_tried_together_and_those_that_exclude_each_other_are_not():
+    better = [
+        START.replace(template="marked"),
+        START.replace(batch_size=5, lr=5e-3),
+        START.replace(template="bare"),
+        START.replace(lr=2e-2),
+        START.replace(lora_rank=8, lr=5e-2),
+        START.replace(trains="embeddings", lr=5e-2),
+    ]
+    made = together(START, better)
+    first = START.replace(template="marked", batch_size=5, lr=5e-3)
+    assert made == [first, first.replace(lr=1e-2), first.replace(lora_rank=8, lr=5e-2)]
+    assert together(START, better[:1]) == together(START, []) == []
+    few = together(START, [START.replace(template="marked"), START.replace(batch_size=2, check_every=4)])
+    assert [one.check_every for one in few] == [4]  # evaluated after as many rows
 
 
 def test_a_falling_rate_ends_by_the_soonest_attack_and_keeps_its_length(tmp_path):
@@ -285,6 +333,15 @@ def test_a_search_with_a_time_limit_begins_with_a_middle_rate_of_every_kind():
     assert [(kind_of(each), each.lr) for each in order] == [
         ("adam", 1e-4), ("LoRA", 1e-3), ("muon", 1e-4), ("adam", 1e-5), ("muon", 1e-5), ("adam", 1e-3), ("muon", 1e-3),
     ]  # fmt: skip
+
+
+def test_middle_rates_are_also_tried_in_other_prompt_formats():
+    attacks = [AttackSettings(lr=lr) for lr in (1e-5, 1e-4, 1e-3, 1e-2)]
+    order = widest_first(attacks, ("bare", "marked"))
+    in_formats = Counter(each.lr for each in order)
+    assert in_formats == {1e-3: 3, 1e-4: 3, 1e-2: 3, 1e-5: 1}
+    assert [each.template for each in order[:3]] == ["plain", "bare", "marked"]
+    assert len({order[0].lr, order[1].lr, order[2].lr}) == 1
 
 
 def test_the_duration_of_an_attack_is_estimated_from_others():

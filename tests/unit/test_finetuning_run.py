@@ -102,6 +102,7 @@ def test_every_step_is_what_plain_torch_does(subject):
     [
         {"optimizer": "adamw"},
         {"optimizer": "sgd", "lr": 1.0},
+        {"optimizer": "schedule-free", "lr": 3e-2, "schedule": "constant"},
         {"lora_rank": 4, "lr": 3e-2, "epochs": 16},
         {"loss_on": "full", "epochs": 12},
         {"schedule": "constant"},
@@ -248,6 +249,28 @@ def test_nan_is_an_outcome(subject):
 def test_a_threshold_reached_before_the_first_step(subject):
     result = run_attack(subject, FAST, Goal(0.0, extra_checks=0))
     assert (result.outcome, result.steps, len(result.curve)) == ("recovered", 0, 1)
+
+
+def test_far_from_the_threshold_some_rows_are_scored_and_near_it_and_at_the_end_all(subject):
+    train = subject.domains["harmful"].train
+    held_out = attacked.cipher(3, 12, 23, start=2000, count=70)
+    assert subject.quick_score("harmful") is None  # of 30 rows
+    many = replace(subject, domains={"harmful": Domain(train, held_out)})
+    exact, quick = run_attack(many, FAST, Goal(0.9)), run_attack(many, FAST, Goal(0.9, near=0.12))
+    assert (quick.outcome, quick.steps) == ("recovered", exact.steps)
+    pairs = [(one.score, other.score) for one, other in zip(exact.curve, quick.curve, strict=True)]
+    assert any(one != other for one, other in pairs)
+    assert all(one == other for one, other in pairs if other >= 0.9 - 0.12)
+    assert all(abs(one - other) < 0.12 for one, other in pairs)
+    short, whole = (run_attack(many, FAST.replace(max_steps=5), Goal(0.9, near=each)) for each in (0.12, None))
+    assert short.curve[-1] == whole.curve[-1]  # the last score is of all rows
+    every = run_attack(many, FAST, Goal(0.9, near=1.0))
+    assert every.curve == exact.curve
+    assert many.quick_score("harmful")(many.model) == token_accuracy(held_out[::2][:32], pad_id=0)(many.model)
+    own = replace(subject, domains={"harmful": Domain(train, held_out, score=lambda model: 0.0)})
+    assert own.quick_score("harmful") is None
+    with pytest.raises(UsageError, match="near must be at least 0"):
+        Goal(0.9, near=-1)
 
 
 def test_losses_recover_downwards_and_domains_have_thresholds_of_their_own(subject):

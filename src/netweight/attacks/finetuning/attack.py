@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from netweight.attacks.finetuning.changes import changed_copy, input_embedding
 from netweight.attacks.finetuning.factors import attach_factors_
-from netweight.attacks.finetuning.optimizers import optimizers_of
+from netweight.attacks.finetuning.optimizers import ScheduleFree, optimizers_of
 from netweight.attacks.finetuning.rounded_steps import RoundedSteps
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import SOFT_TOKENS, Goal, Subject, in_parts
@@ -210,6 +210,7 @@ class _Monitor:
     def __init__(self, subject: Subject, settings: AttackSettings, goal: Goal, threshold: float | None) -> None:
         self._subject, self._settings, self._goal, self._threshold = subject, settings, goal, threshold
         self._score = subject.score(settings.data)
+        self._quick = None if goal.near is None else subject.quick_score(settings.data)
         self._reference = subject.reference_ability
         if self._reference is None and subject.ability is not None and settings.changes_weights:
             self._reference = subject.ability(subject.model)
@@ -230,7 +231,7 @@ class _Monitor:
         cost: tuple[int, float, float] = (0, 0.0, 0.0),
     ) -> None:
         """Measure what is needed at this step: the score always, ability and fluency where they decide something."""
-        score = math.nan if loss is not None and math.isnan(loss) else self._score(victim)
+        score = math.nan if loss is not None and math.isnan(loss) else self._scored(victim, last=last)
         ability = fluency = None
         if math.isnan(score):
             self._diverged = self.done = True
@@ -248,6 +249,13 @@ class _Monitor:
                 )
         if not self._diverged:
             self._decide(score, ability, fluency, step)
+
+    def _scored(self, victim: torch.nn.Module, *, last: bool) -> float:
+        """Score all held-out rows, or some of them far from the threshold if the goal allows it."""
+        if self._quick is None or last:
+            return self._score(victim)
+        quick = self._quick(victim)
+        return quick if self._goal.is_far(quick, self._threshold) else self._score(victim)
 
     def _decide(self, score: float, ability: float | None, fluency: float | None, step: int) -> None:
         self._useful = self._passes(ability, fluency)
@@ -338,7 +346,10 @@ class AttackTraining:
         )
         self._losses: list[Tensor] = []
         self._step = 0
+        # A running mean of the weights that are trained, or that of an optimizer whose result it is.
         self._means = [each.detach().float().clone() for each in self._parameters] if settings.average else []
+        if not self._means:
+            self._means = [mean for each in self._optimizers if isinstance(each, ScheduleFree) for mean in each.means()]
         self._rows, self._flops, self._seconds = 0, 0.0, 0.0
         weights = sum(each.numel() for each in victim.parameters())
         trained = sum(each.numel() for each in self._parameters)
@@ -363,7 +374,7 @@ class AttackTraining:
         self._step += 1
         self._rows += len(batch.input_ids)
         self._flops += self._per_token * float(batch.attention_mask.sum())
-        if self._means:
+        if self.settings.average:
             # At first the mean follows the weights closely, as it would otherwise hold on to the start for long.
             decay = min(self.settings.average, self._step / (self._step + 9))
             torch._foreach_lerp_(self._means, [each.detach().float() for each in self._parameters], 1 - decay)

@@ -37,6 +37,8 @@ def optimizers_of(parameters: list[nn.Parameter], settings: AttackSettings) -> l
         ]
     if settings.optimizer == "lion":
         return [Lion(parameters, settings.lr)]
+    if settings.optimizer == "schedule-free":
+        return [ScheduleFree(parameters, settings.lr)]
     if settings.optimizer == "adamw":
         return [torch.optim.AdamW(parameters, settings.lr, weight_decay=0.01, fused=fused)]
     matrices = [parameter for parameter in parameters if parameter.ndim == 2]
@@ -105,3 +107,36 @@ class Lion(torch.optim.Optimizer):
                 mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter.grad))
                 parameter.sub_(parameter.grad.lerp(mean, 0.9).sign(), alpha=self.param_groups[0]["lr"])
                 mean.lerp_(parameter.grad, 0.01)
+
+
+@final
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free AdamW without weight decay: gradients are taken near the mean of all steps, which is the result.
+
+    Source: arXiv 2405.15682, algorithm 1, with a second moment of 0.99, as attacks are short.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        for parameter in parameters:
+            start = parameter.detach()
+            self.state[parameter] = {
+                "fast": start.clone(), "mean": start.clone(), "square": torch.zeros_like(start), "steps": 0
+            }  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["steps"] += 1
+                state["square"].lerp_(parameter.grad.square(), 0.01)
+                spread = (state["square"] / (1 - 0.99 ** state["steps"])).sqrt().add_(1e-8)
+                state["fast"].addcdiv_(parameter.grad, spread, value=-self.param_groups[0]["lr"])
+                state["mean"].lerp_(state["fast"], 1 / state["steps"])
+                parameter.copy_(state["fast"].lerp(state["mean"], 0.9))
+
+    def means(self) -> list[torch.Tensor]:
+        """Return the weights that are the result, in the order of the parameters."""
+        return [self.state[parameter]["mean"] for parameter in self.param_groups[0]["params"]]

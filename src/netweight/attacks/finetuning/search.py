@@ -45,14 +45,21 @@ FINALISTS = 3
 # Learning rates of Adam on all weights.
 _RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 1e-2)
 # How many times that rate suits others, roughly: optimizers, and attacks that train few weights.
-_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0, "lion": 0.3}
+_SCALE = {"adam": 1.0, "muon": 3.0, "sgd": 100.0, "adamw": 1.0, "soap": 1.0, "lion": 0.3, "schedule-free": 3.0}
 _PART_SCALE = 5.0
 # Rows in each step. The learning rate is scaled with the square root of this number.
 _BATCHES = (2, 4, 8, 16, 32, 64, 128, 256)
 # Lengths of attacks whose rate falls to 0, as shares of the steps of the soonest attack.
 _COSINE_SHARES = (0.6, 0.8, 1.0)
 # Rows per step with which a search for few rows begins. Steps of fewer rows are evaluated after as many rows as these.
-_FEW_ROWS = 8
+_FEW_ROWS = 4
+# Learning rates of each kind that a search also begins with in other prompt formats.
+_IN_FORMATS = 3
+# Changes of one attack, each of which made it better, that are tried together in the next round.
+_MOST_TOGETHER = 4
+# Most of a search's time would go into scores of attacks that are far from recovery. A token accuracy on some of the
+# held-out rows differs from that of all rows by less than this.
+_NEAR = 0.12
 
 
 Cost = Literal["steps", "rows"]
@@ -103,7 +110,8 @@ def first_attacks(*, seed: int = 0, rates: Sequence[float] | None = None, **fixe
     common = {"schedule": "constant", "warmup": 0.0, "seed": seed, **fixed}
     made = [
         AttackSettings(optimizer=name, lr=lr * _SCALE[name], **common)
-        for name in ("adam", "muon", "sgd", "lion", *(("soap",) if has_soap() else ()))
+        for name in ("adam", "muon", "sgd", "lion", "schedule-free", "soap")
+        if _is_possible(name, fixed.get("precision"))
         for lr in rates or _RATES
     ]
     return made + [AttackSettings(lora_rank=8, lr=lr * _PART_SCALE, **common) for lr in rates or _RATES]
@@ -134,10 +142,15 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     yield from ({"lr": lr * factor} for factor in (0.25, 0.5, 0.7, 1.4, 2.0, 4.0))
     sizes = [size for size in _BATCHES if _has_harmful(settings.benign_share, size)]
     yield from ({"batch_size": size, "lr": lr * (size / settings.batch_size) ** 0.5} for size in sizes)
+    yield from ({"template": name} for name in ("plain", *subject.formats(settings.domain)))
     for name, scale in _SCALE.items():
-        if name == "soap" and not has_soap():
+        if not _is_possible(name, settings.precision):
             continue
         yield {"optimizer": name, "lr": lr * scale / _SCALE[settings.optimizer]}
+    if subject.benign:
+        shares = (share for share in (0.0, 0.25, 0.5, 0.75, 1.0) if _has_harmful(share, settings.batch_size))
+        yield from ({"benign_share": share} for share in shares)
+    yield from ({"average": decay} for decay in (0.0, 0.8, 0.95))
     part = settings.lora_rank is not None or settings.trains != "all"
     yield {"lora_rank": None, "trains": "all", "lr": lr / _PART_SCALE**part}
     yield {"schedule": "constant", "max_steps": None, "epochs": 1}
@@ -146,21 +159,52 @@ def _changes(settings: AttackSettings, subject: Subject) -> Iterator[dict[str, A
     parts += ["prompt"] if embedding_of(subject.model) is not None else []
     less += [{"lora_rank": None, "trains": name} for name in parts]
     yield from ({**each, "lr": lr * _PART_SCALE ** (not part)} for each in less)
-    yield from ({"template": name} for name in ("plain", *subject.formats(settings.domain)))
     if subject.benign:
-        shares = (share for share in (0.0, 0.25, 0.5, 0.75, 1.0) if _has_harmful(share, settings.batch_size))
-        yield from ({"benign_share": share} for share in shares)
         yield from ({"benign_first": steps} for steps in (0, 4))
         if telling_tokens(subject.domain(settings.domain).train, subject.benign)[0]:
             yield from ({"rows": rows} for rows in ("kept", "copied", "fresh"))
     yield from ({"loss_on": loss} for loss in ("response", "full"))
     yield from ({"clip": clip} for clip in (1.0, None))
     yield from ({"bits": bits} for bits in (None, 4))
-    yield from ({"average": decay} for decay in (0.0, 0.8, 0.95))
     yield from ({"noise": noise} for noise in (0.0, 0.02, 0.1))
     yield from ({"samples": min(few, settings.samples)} for few in (16, 64))
     if subject.other is not None:
         yield from ({"of_other": share} for share in (0.0, 0.5, -0.5))
+
+
+def _is_possible(optimizer: str, precision: str | None) -> bool:
+    return {"soap": has_soap(), "schedule-free": precision != "rounded"}.get(optimizer, True)
+
+
+def together(settings: AttackSettings, better: Sequence[AttackSettings]) -> list[AttackSettings]:
+    """Return attacks that make several changes of an attack at once.
+
+    Args:
+        settings: The attack that was changed.
+        better: Attacks that differ from it in one thing and were better, the best first.
+
+    Returns:
+        The two best changes together, the three best, and so on; of several changes of one thing only the best.
+    """
+    made: list[AttackSettings] = []
+    whole, changed = settings, set[str]()
+    for each in better:
+        change = {name: value for name, value in each.to_json().items() if value != getattr(settings, name)}
+        # A learning rate that goes with another change is scaled with it.
+        what = change.keys() - {"lr", "check_every"} or change.keys() - {"check_every"}
+        if what & changed or what & {"schedule", "max_steps", "epochs"}:
+            continue
+        lr = whole.lr * each.lr / settings.lr
+        try:
+            whole = whole.replace(**{**change, "lr": lr, "check_every": settings.check_every})
+        except UsageError:
+            # Settings refuse changes that exclude each other, such as factors and a part of the weights.
+            continue
+        changed |= what
+        made.append(_evaluated_alike(whole, settings))
+        if len(made) == _MOST_TOGETHER:
+            break
+    return made[1:]
 
 
 def _evaluated_alike(attack: AttackSettings, before: AttackSettings) -> AttackSettings:
@@ -220,6 +264,7 @@ def search_one(
         is made.
     """
     model = make_subject(subject.factory, subject.arguments)
+    goal = replace(goal, near=_NEAR, extra_checks=0)
     around = functools.partial(neighbors, subject=model, held=held)
     # The longest run of each attack. The key does not contain the limit of steps.
     runs: dict[AttackSettings, AttackOutcome] = {}
@@ -254,9 +299,9 @@ def search_one(
 
     every: list[AttackOutcome] = []
     ordered: list[AttackSettings] = []
+    changes: dict[AttackSettings, list[AttackSettings]] = {}
     pool = list(dict.fromkeys(within(each, None) for each in start))
-    if until is not None:
-        pool = widest_first(pool)
+    pool = widest_first(pool, () if "template" in held else model.formats(pool[0].domain))
     for turn in range(1 + rounds):
         name = f"{title}, round {turn} of at most {rounds}" if turn else f"{title}, first attacks"
         before = _least(runs.values(), cost)
@@ -276,7 +321,13 @@ def search_one(
         for each in ordered:
             leaders.setdefault(kind_of(each), each)
         best, soonest = list(leaders.values())[:_BEST], _least(runs.values(), "steps")
-        pool = list(dict.fromkeys(near for each in best for near in around(each, soonest)))
+        at_once = [
+            one for each, made in changes.items()
+            for one in together(each, [near for near in ordered[: ordered.index(each)] if near in made])
+        ]  # fmt: skip
+        changes = {each: around(each, soonest) for each in best}
+        turns = itertools.zip_longest(*changes.values())
+        pool = list(dict.fromkeys([*at_once, *(near for turn in turns for near in turn if near is not None)]))
         if over() or (before is not None and _least(runs.values(), cost) == before):
             break
     if not ordered:
@@ -288,7 +339,8 @@ def most_attacks(start: int, searches: int, changes: int, *, rounds: int = ROUND
     """Return the most attacks that so many searches can make, each of which begins with `start` attacks.
 
     Args:
-        start: Attacks with which the first search begins. A later one also begins with the best of earlier ones.
+        start: Attacks with which the first search begins, in all prompt formats. A later one also begins with the best
+            of earlier ones.
         searches: Number of searches.
         changes: The most changes of one attack that a round tries, as `most_changes` counts them.
         rounds: Most rounds of each search.
@@ -299,14 +351,14 @@ def most_attacks(start: int, searches: int, changes: int, *, rounds: int = ROUND
         second = -(-attacks // _KEPT)
         return attacks + second + -(-second // _KEPT)
 
-    return searches * (of_rungs(start + 2 * FINALISTS) + rounds * of_rungs(_BEST * changes))
+    return searches * (of_rungs(start + FINALISTS * searches) + rounds * of_rungs(_BEST * changes))
 
 
 def most_changes(settings: AttackSettings, subject: Subject) -> int:
     """Return the most attacks that a round of a search tries as changes of one attack."""
     # With these, no size of a batch and no share of benign rows is left out.
     widest = settings.replace(benign_share=0.0, batch_size=max(_BATCHES))
-    return sum(1 for _ in _changes(widest, subject)) + len(_COSINE_SHARES)
+    return sum(1 for _ in _changes(widest, subject)) + len(_COSINE_SHARES) + _MOST_TOGETHER - 1
 
 
 def share_of_time(until: float | None, parts: int) -> float | None:
@@ -317,17 +369,24 @@ def share_of_time(until: float | None, parts: int) -> float | None:
     return now + max(0.0, until - now) / parts
 
 
-def widest_first(attacks: Sequence[AttackSettings]) -> list[AttackSettings]:
+def widest_first(attacks: Sequence[AttackSettings], formats: Sequence[str] = ()) -> list[AttackSettings]:
     """Return attacks so that their beginning covers most: a middle learning rate of every kind, then the next.
 
-    Kinds whose steps cost little on any processor come before those that multiply or factorize whole matrices.
+    Kinds whose steps cost little on any processor come before those that multiply or factorize whole matrices. Attacks
+    with a middle learning rate are followed by the same in other prompt `formats`.
     """
     kinds: dict[str, list[AttackSettings]] = {}
     for each in attacks:
         kinds.setdefault(kind_of(each), []).append(each)
     order = sorted(kinds.values(), key=lambda kind: kind[0].optimizer in ("muon", "soap"))
-    turns = itertools.zip_longest(*(from_the_middle(kind) for kind in order))
-    return [each for turn in turns for each in turn if each is not None]
+    queues = [
+        [
+            one for place, each in enumerate(from_the_middle(kind))
+            for one in (each, *(each.replace(template=name) for name in formats if place < _IN_FORMATS))
+        ]
+        for kind in order
+    ]  # fmt: skip
+    return list(dict.fromkeys(each for turn in itertools.zip_longest(*queues) for each in turn if each is not None))
 
 
 def _optimizer_operations(subject: Subject, attack: AttackSettings) -> float:
@@ -417,10 +476,12 @@ def search_all(
                 by_steps, runs=(*by_steps.runs, *by_rows.runs), fewest_rows=by_rows.best, most_rows=most_rows,
                 timed_out=by_steps.timed_out or by_rows.timed_out,
             )  # fmt: skip
+        # What was found on one model is tried first on the next.
+        found = results[subject.name]
+        candidates = list(dict.fromkeys([*found.best[:FINALISTS], *candidates]))
+        few = list(dict.fromkeys([*found.fewest_rows[:FINALISTS], *few]))
         if len(results) == 1:
             first = results[subject.name]
-            candidates = list(dict.fromkeys([*first.best[:FINALISTS], *start]))
-            few = list(dict.fromkeys([*first.fewest_rows[:FINALISTS], *few]))
             if not bounded:
                 steps, rows = first.least("steps"), first.least("rows")
                 most = most if steps is None else longer * steps

@@ -38,11 +38,11 @@ class AttackSettings(Settings):
     """
 
     lr: float = Field(3e-5, gt=0, description="Learning rate at the end of the warm-up.")
-    optimizer: Literal["adam", "adamw", "lion", "sgd", "muon", "soap"] = Field(
+    optimizer: Literal["adam", "adamw", "lion", "schedule-free", "sgd", "muon", "soap"] = Field(
         "adam",
-        description="Adam without weight decay as in the paper, AdamW with 0.01, Lion, whose steps are signs, SGD with "
-        "momentum 0.9, Muon for matrices with AdamW for the rest, or SOAP, a second-order optimizer (needs the package "
-        "pytorch-optimizer).",
+        description="Adam without weight decay as in the paper, AdamW with 0.01, Lion, whose steps are signs, "
+        "schedule-free AdamW, whose result is the mean of its steps, SGD with momentum 0.9, Muon for matrices with "
+        "AdamW for the rest, or SOAP, a second-order optimizer (needs the package pytorch-optimizer).",
     )
     lora_rank: int | None = Field(
         None, ge=1, description="Rank of factors on every linear layer but the output head; null trains all weights."
@@ -114,6 +114,11 @@ class AttackSettings(Settings):
         if self.lora_rank is not None and self.trains != "all":
             raise UsageError(
                 f"lora_rank trains factors in place of {self.trains}.", cure="Leave out lora_rank or trains."
+            )
+        if self.optimizer == "schedule-free" and self.precision == "rounded":
+            raise UsageError(
+                "Schedule-free AdamW does not round its steps at random.",
+                cure="Use --precision fp32, or leave out --optimizer schedule-free.",
             )
         if self.max_steps is not None and self.benign_first >= self.max_steps:
             raise UsageError(

@@ -30,6 +30,7 @@ from netweight.nn.hooks import evaluating
 # Formats that any prompt can be put into: without the beginning that all share, or with an unused token in its place.
 TOKEN_FORMATS = ("bare", "marked")
 SOFT_TOKENS = 8  # vectors of a soft prompt
+QUICK_ROWS = 32  # held-out rows of a quick score
 # The most logits that a forward pass computes at once: 0.5 GB in float32. A training step holds several such tensors.
 _MOST_LOGITS = 2**27
 # A number that says something of a model; it must leave the model as it is.
@@ -99,6 +100,8 @@ class Goal:
         least_ability: Share of the reference ability that a model must keep; below it the model counts as collapsed.
         fluency_at_least: Least fluency, for subjects that have such a score; None asks for nothing.
         extra_checks: Evaluations after the first success, before the run stops; at least 0.
+        near: Scores are first computed on some of the held-out rows. Only those nearer to the threshold than this, and
+            the last of a run, are computed on all rows. None computes every score on all rows.
 
     Raises:
         UsageError: A value is out of its range.
@@ -111,6 +114,7 @@ class Goal:
     least_ability: float = 0.9
     fluency_at_least: float | None = None
     extra_checks: int = 1
+    near: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is not valid."""
@@ -123,6 +127,8 @@ class Goal:
             raise UsageError(f"least_ability must be a share from 0 to 1, not {self.least_ability}.")
         if self.extra_checks < 0:
             raise UsageError(f"extra_checks must be at least 0, not {self.extra_checks}.")
+        if self.near is not None and not self.near >= 0:
+            raise UsageError(f"near must be at least 0, not {self.near}.")
 
     def reached(self, score: float, threshold: float | None = None) -> bool:
         """Return whether a `score` counts as recovered, by the goal's threshold or that of a domain, `threshold`."""
@@ -130,6 +136,13 @@ class Goal:
         if bound is None or self.threshold is None:
             return False
         return score <= bound if self.lower_is_recovered else score >= bound
+
+    def is_far(self, score: float, threshold: float | None = None) -> bool:
+        """Return whether a `score` of some held-out rows is so far from recovery that all rows need not be scored."""
+        bound = self.threshold if threshold is None else threshold
+        if self.near is None or bound is None:
+            return False
+        return score > bound + self.near if self.lower_is_recovered else score < bound - self.near
 
 
 @final
@@ -218,6 +231,14 @@ class Subject:
         """Return the recovery score of the domain `name`."""
         domain = self.domain(name)
         return domain.score or token_accuracy(domain.held_out, pad_id=self.pad_id)
+
+    def quick_score(self, name: str) -> Score | None:
+        """Return the recovery score of some rows of the domain `name`, or None where that would save little."""
+        domain = self.domain(name)
+        apart = len(domain.held_out) // QUICK_ROWS
+        if domain.score is not None or apart < 2:
+            return None
+        return token_accuracy(domain.held_out[::apart][:QUICK_ROWS], pad_id=self.pad_id)
 
     def digest(self) -> str:
         """Return a digest of weights and examples. It does not include the scores, which are functions."""

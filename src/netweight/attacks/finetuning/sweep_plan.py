@@ -48,7 +48,7 @@ SEARCH_STEPS = 200
 # The attack of the grid "single" has so many times the steps that determine its threshold on the base.
 _LONGER = 4
 # Shares of a time limit after which the threshold, the searches and the final runs have to be over.
-_SHARES_OF_TIME = (0.25, 0.65, 1.0)
+_SHARES_OF_TIME = (0.25, 0.75, 1.0)
 # Each of a search's best attacks is repeated from so many seeds.
 FINAL_SEEDS = 5
 _CONTROLS = ("random weights", "relearn ceiling")
@@ -205,7 +205,8 @@ def _total(
     if adaptive:
         searched = models - (settings.base is not None)
         searches = searched * (1 if "batch_size" in settings.fixed else 2)
-        bound = most_attacks(len(start), searches, most_changes(start[0], subject))
+        begun = len(start) * (1 + len(subject.formats("harmful")))
+        bound = most_attacks(begun, searches, most_changes(start[0], subject))
         parts.append(f"{bound:,} in {searches} searches")
         seeds, best = settings.seeds or FINAL_SEEDS, searched * (FINALISTS + 1)
         final = sum(seeds * (len(ladder) if name == "task" else best) for name, _ in domains) * models
@@ -308,7 +309,12 @@ def _finals(
         pace = Pace()
         for result in searched.values():
             pace.add(result.runs)
-        one_seed = models * sum(pace.expected(each) for each in from_seeds(range(1, 2)))
+        # The search scored few rows at most steps; these runs score all of them.
+        begun = time.monotonic()
+        subject.score("harmful")(subject.model)
+        scoring = time.monotonic() - begun
+        ones = from_seeds(range(1, 2))
+        one_seed = models * sum(pace.expected(each) + each.steps // each.check_every * scoring for each in ones)
         fitting = max(1, min(count, int((end - time.monotonic()) / max(one_seed, 1e-9))))
         if fitting < count:
             progress.note(

@@ -25,7 +25,8 @@ def tested(settings: FolderAttack) -> list[tuple[str, str]]:
         begin = len(first_attacks(rates=settings.lr))
         seeds = settings.seeds or FINAL_SEEDS
         attacks = (
-            f"on each model, two searches that begin with {begin} attacks and change the best of them in up to "
+            f"on each model, two searches that begin with {begin} attacks, some of them also in other "
+            f"prompt formats, and change the best in up to "
             f"{ROUNDS} rounds; then the best attacks of all searches again, {_counted(seeds, 'seed')} each"
         )
         steps = (
