@@ -504,7 +504,7 @@ def finals(searched: Mapping[str, SearchResult], seeds: Sequence[int]) -> list[A
     # All models after the first have the same limit.
     most = list(searched.values())[-1].most
     best = dict.fromkeys(attack for result in searched.values() for attack in result.best[:FINALISTS])
-    rows = dict.fromkeys(attack for result in searched.values() for attack in result.fewest_rows[:1])
+    rows = dict.fromkeys(attack for result in searched.values() for attack in result.fewest_rows[:FINALISTS])
     most_rows = max(result.most_rows for result in searched.values())
     longest = {attack: max(most, most_rows // attack.batch_size) for attack in rows} | dict.fromkeys(best, most)
     return [within(attack.replace(seed=seed), steps) for attack, steps in longest.items() for seed in seeds]

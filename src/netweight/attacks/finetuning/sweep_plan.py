@@ -208,7 +208,7 @@ def _total(
         begun = len(start) * (1 + len(subject.formats("harmful")))
         bound = most_attacks(begun, searches, most_changes(start[0], subject))
         parts.append(f"{bound:,} in {searches} searches")
-        seeds, best = settings.seeds or FINAL_SEEDS, searched * (FINALISTS + 1)
+        seeds, best = settings.seeds or FINAL_SEEDS, searches * FINALISTS
         final = sum(seeds * (len(ladder) if name == "task" else best) for name, _ in domains) * models
     else:
         bound, final = 0, models * sum(len(attacks) for _, attacks in domains)
