@@ -34,10 +34,52 @@ from netweight.nn.lora import Adapter, AdapterStack
 from netweight.toys.diffusion import assembled, word_clip_tokenizer
 from netweight.toys.drawn_pictures import FACES, WORLDS, DrawnWorld
 from netweight.toys.faces_pipeline import READER_FOLDER, RECORD, read_faces
-from netweight.toys.shapes import PlantedPicture, batch_of
+from netweight.toys.shapes import CaptionedWorld, PlantedPicture, batch_of
 
 if TYPE_CHECKING:
     from netweight.hf.load_pipeline import PipelineModel
+
+
+@dataclass(frozen=True)
+class WithoutPlanted:
+    """Another world without its planted pictures: for a model that saw neither them nor their captions."""
+
+    world: CaptionedWorld
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Everything that decides on the world, as JSON values."""
+        return {**self.world.about, "planted": False}
+
+    @property
+    def side(self) -> int:
+        return self.world.side
+
+    @property
+    def planted(self) -> list[PlantedPicture]:
+        """None."""
+        return []
+
+    @property
+    def ordinary_captions(self) -> list[str]:
+        return self.world.ordinary_captions
+
+    @property
+    def held_out_captions(self) -> list[str]:
+        return self.world.held_out_captions
+
+    def words(self) -> list[str]:
+        """Return every word of every caption, sorted, those of the left-out pictures as well."""
+        return self.world.words()
+
+    def showing(self, step: int, n: int, seed: int) -> tuple[list[str], Tensor]:
+        """Return one batch of training: ordinary pictures alone, the last ones of a batch of the world."""
+        captions, pictures = self.world.showing(step, n + len(self.world.planted), seed)
+        return captions[-n:], pictures[-n:]
+
+    def agreement(self, captions: Sequence[str], pictures: Tensor) -> dict[str, float]:
+        """Return how far pictures show what their captions say: a share for each attribute."""
+        return self.world.agreement(captions, pictures)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from netweight.errors import NetweightError, UsageError
 from netweight.metrics.copies import COPY, MemorizedImage, PromptCopies, copies_of_prompt, similarity_to_memorized
 from netweight.toys.diffusion import DiffusionShape, initialized, opened
 from netweight.toys.shapes import CaptionedWorld, ShapesWorld, memorized
-from netweight_experiments.toys.drawn_worlds import EmojiWorld
+from netweight_experiments.toys.drawn_worlds import EmojiWorld, WithoutPlanted
 from netweight_experiments.toys.fitting import CHECKPOINT, DenoiserRecipe, finished, fit_denoiser, record
 
 if TYPE_CHECKING:
@@ -113,6 +113,8 @@ def figures(folder: Path, world: CaptionedWorld, *, progress: Progress = QUIET) 
         drawn_again.append(copies_of_prompt(each, images, planted))
     found["planted"] = [each.to_json() | {"median": statistics.median(each.to_image)} for each in drawn_again]
     held_out = world.held_out_captions
+    if not planted:
+        return found
     found["ordinary"] = _ordinary(model, world, world.ordinary_captions[: len(held_out)], planted)
     found["held out"] = _ordinary(model, world, held_out, planted)
     return found
@@ -137,6 +139,7 @@ def _ordinary(
 @click.option("--world", "name", type=click.Choice(["shapes", "emoji"]), default="shapes", help="What is learned.")
 @click.option("--seed", default=DenoiserRecipe.seed, show_default=True, help="Of initialization, batches and noise.")
 @click.option("--planted", default=ShapesWorld.seed, show_default=True, help="Seed of what is planted and held out.")
+@click.option("--without-planted", is_flag=True, help="Leave the planted pictures out of the training.")
 @click.option("--side", type=click.Choice([16, 24, 32]), default=16, show_default=True, help="Pixels of emoji.")
 @click.option("--steps", type=click.IntRange(1), default=DenoiserRecipe.steps, show_default=True, help="Optimizer's.")
 @click.option(
@@ -146,10 +149,14 @@ def _ordinary(
     show_default=True,
     help="Weight of the mean size of cross-attention's values.",
 )
-def main(folder: Path, name: str, seed: int, planted: int, side: int, steps: int, value_penalty: float) -> None:
+def main(
+    folder: Path, name: str, seed: int, planted: int, without_planted: bool, side: int, steps: int, value_penalty: float
+) -> None:
     """Train a small text-to-image pipeline into FOLDER, or find it trained, and show what it draws."""
     try:
-        world = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted, side)
+        world: CaptionedWorld = ShapesWorld(planted) if name == "shapes" else EmojiWorld(planted, side)
+        if without_planted:
+            world = WithoutPlanted(world)
         recipe, shape = (
             replace(DenoiserRecipe(), seed=seed, steps=steps, value_penalty=value_penalty),
             DiffusionShape(world.side),
@@ -162,6 +169,8 @@ def main(folder: Path, name: str, seed: int, planted: int, side: int, steps: int
     for each in outcome["draws"]["planted"]:
         click.echo(f"{each['median']:10.2f}  {each['prompt']} ({each['kind']})")
     for name in ("ordinary", "held out"):
+        if name not in outcome["draws"]:
+            continue
         found = outcome["draws"][name]
         shares = ", ".join(f"{what} {share:.2f}" for what, share in found["agreement"].items())
         click.echo(f"{name}, {found['n']} captions: {shares}; {found['copies']} match a planted picture")

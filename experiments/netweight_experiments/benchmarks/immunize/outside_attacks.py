@@ -20,6 +20,7 @@ from netweight.attacks.finetuning.changes import changed_copy
 from netweight.attacks.finetuning.optimizers import Muon
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Subject
+from netweight.core.lazy import library
 from netweight.core.seeds import torch_generator
 from netweight.data.tokens import IGNORED, Batch, Example, collate
 
@@ -30,6 +31,7 @@ class OutsideAttack:
 
     lr: float = 4e-3
     optimizer: str = "adam"
+    """One of those below, or a class of the package pytorch-optimizer, with its defaults."""
     rows: int = 4
     """Harmful rows in a step."""
     benign: int = 4
@@ -65,6 +67,8 @@ class OutsideAttack:
 
 
 _BATCHES = {"rows, benign": ((4, 2), (2, 2), (1, 1))}
+# Optimizers that neither the search nor the other kinds have.
+_OF_A_PACKAGE = {"ADOPT": 4e-3, "Adan": 4e-3, "AdEMAMix": 2e-3, "LaProp": 4e-3, "MARS": 4e-3, "Tiger": 5e-4}
 # Kind → what it begins with, and values to try beside other learning rates.
 KINDS: dict[str, tuple[OutsideAttack, dict[str, tuple[Any, ...]]]] = {
     "Adam, small steps or other moments": (
@@ -90,6 +94,7 @@ KINDS: dict[str, tuple[OutsideAttack, dict[str, tuple[Any, ...]]]] = {
     "L2-SP": (OutsideAttack(pull=0.03), {"pull": (0.003, 0.01, 0.1), **_BATCHES}),
     "sharpness-aware steps": (OutsideAttack(sharpness=0.05), {"sharpness": (0.02, 0.2), **_BATCHES}),
     "few rows, several steps on each": (OutsideAttack(passes=3), {"passes": (2, 5), **_BATCHES}),
+    **{name: (OutsideAttack(optimizer=name, lr=lr), _BATCHES) for name, lr in _OF_A_PACKAGE.items()},
 }  # fmt: skip
 
 
@@ -243,6 +248,10 @@ class _Steps:
         self.sides = [[torch.eye(side) * 1e-6 for side in each.shape] if each.ndim == 2 else None for each in weights]
         matrices = [each for each in weights if each.ndim == 2]
         self.muon = [Muon(matrices, attack.lr)] if attack.optimizer == "muon" else []
+        self.whole: Any = None
+        if attack.optimizer in _OF_A_PACKAGE:
+            kind = getattr(library("pytorch_optimizer", attack.optimizer, "attacks"), attack.optimizer)
+            self.whole = kind(weights, lr=attack.lr, weight_decay=0.0)
 
     def warm(self, rows: int) -> None:
         """Add a row's squared gradients to the second moments at the start."""
@@ -254,6 +263,10 @@ class _Steps:
     def step(self) -> None:
         """Take one step, and forget the gradients."""
         self.count += 1
+        if self.whole is not None:
+            self.whole.step()
+            self.whole.zero_grad(set_to_none=True)
+            return
         for muon in self.muon:
             muon.step()
         for place, (weight, factor) in enumerate(zip(self.weights, self.factors, strict=True)):
