@@ -16,7 +16,8 @@ errors     two-sided area under the curve by which the model's errors on picture
 scores     the same for scores of detection, against 40 held-out captions
 
 A mitigation at prompt time leaves the weights as they are, so that its errors are those of the original. `retrained` is
-the training in `--without`, which never saw the pictures: what is left there comes of the pictures and not of memory.
+the training in `--without`, which saw neither the pictures nor their captions (`small_diffusion --without-planted`):
+what is left there comes of the pictures and captions, and not of memory.
 Work lies in `--work` and goes on where it was stopped; `--results` adds what earlier files hold of other trainings.
 """
 
@@ -55,6 +56,7 @@ MITIGATED = ("random words", "embedding adjustment", "attention scaling")
 FIRST = 74_000  # seed of images, which nothing else uses
 OTHER_WORLDS = 4
 LOST = ("ordinary", "held out")
+CHOSEN_ON = ("shipped", "seed-1-planted-7", "seed-2-planted-8")  # trainings that the settings of `siss` were chosen on
 
 
 def mitigation(name, model, seed):
@@ -156,8 +158,16 @@ def measured(name, what, job, blocks, seed, without):
 
 
 def page(result):
-    """Return the table of docs/forget-results.md. Trainings are what varies, and intervals are over them."""
-    results = result["results"]
+    """Return the tables of docs/forget-results.md. Trainings are what varies, and intervals are over them."""
+    chosen_on = [each for each in result["results"] if each["training"] in CHOSEN_ON]
+    others = [each for each in result["results"] if each["training"] not in CHOSEN_ON]
+    tables = [("*The base models on which the settings of `siss` were chosen:*", chosen_on)]
+    tables += [("*Base models that were not used to choose settings:*", others)] if others else []
+    return "\n\n".join(f"{title}\n\n{table(results)}" for title, results in tables)
+
+
+def table(results):
+    """Return the rows of some trainings."""
     lines = [
         "| edit or mitigation | trainings | copies of the prompt's own picture, of 48 | copies of any memorized "
         "picture, of 48 | accuracy lost, points: ordinary; held-out captions | changed captions: held-out; neighbors "
@@ -172,10 +182,15 @@ def page(result):
         told = lambda kind, own=own: (  # noqa: E731
             interval([each["signs"]["AUC"][kind] for each in own]) if own[0]["signs"] else "that of `none`"
         )
+        # Images of a model that was trained anew are others, and its accuracy is its own.
+        trained = what == "retrained"
         cells = [
-            what, str(len(own)), mean(lambda row: row["own"]), mean(lambda row: row["any"]),
-            "; ".join(mean(lambda row, part=part: max(row["lost"][part].values())) for part in LOST),
-            "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
+            "trained without the pictures" if trained else what,
+            str(len(own)), mean(lambda row: row["own"]), mean(lambda row: row["any"]),
+            *(["–"] * 2 if trained else [
+                "; ".join(mean(lambda row, part=part: max(row["lost"][part].values())) for part in LOST),
+                "; ".join(mean(lambda row, name=name: row["changed"][name]) for name in CHANGED),
+            ]),
             f"{told('errors, own')}; {told('errors, empty')}",
             f"{told('scores, similarity')}; {told('scores, wen')}",
         ]  # fmt: skip
