@@ -5,7 +5,9 @@
 The cipher miniature in which a token names the guarded cipher is defended by RepNoise from three seeds. The command
 searches for attacks on two of the models. The attacks of `outside_attacks` are tuned on the third, which no figure is
 of, and then run on the two from seeds that the tuning did not use. Threshold, held-out rows and rule of usefulness are
-those of the search. What WORK and the result already contain is not done again.
+those of the search. The figure of the search is that of its final runs: the attacks that needed the fewest rows in each
+of its searches, from other seeds; for each model, the best median. What WORK and the result already contain is not done
+again.
 
 The target: at most 10 % fewer rows than the search needed.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from netweight.attacks.finetuning.attack import AttackResult, run_attack
-from netweight.attacks.finetuning.search import within
+from netweight.attacks.finetuning.search import FINALISTS, within
 from netweight.attacks.finetuning.settings import AttackSettings
 from netweight.attacks.finetuning.subject import Goal, Subject, token_accuracy
 from netweight.attacks.finetuning.subject_files import subject_from_files
@@ -32,6 +34,8 @@ from netweight.toys.language import cipher_world
 from netweight_experiments.benchmarks.immunize.outside_attacks import KINDS, OutsideAttack, trained
 
 MEASURED, TUNED_ON = (42, 11), 7
+# Kinds whose optimizer the search has by now. They are tuned apart from it, as all others.
+IN_SEARCH = ("Adam, small steps or other moments", "Muon, small steps", "Lion", "schedule-free AdamW")
 ROWS, ATTACKED = 7200, 1024  # pairs of the defense, and rows of the attack
 TUNING_ROWS, MOST_ROWS = 600, 1600  # rows after which an attack is given up
 _PATIENCE = 5  # evaluations before a run of the tuning is given up for its low score
@@ -58,7 +62,7 @@ def main(
     tuning = subject_of(work, f"defended-{TUNED_ON}", reference, _HELD_OUT)
     for seed, subject in subjects.items():
         if str(seed) not in found["search"]:
-            found["search"][str(seed)] = again(subject, goal, cheapest(work), attack_seeds)
+            found["search"][str(seed)] = best_again(subject, goal, finalists(work), attack_seeds)
             yield found
     for kind in kinds:
         if kind not in found["tuned"]:
@@ -221,26 +225,41 @@ def compared(found: dict[str, Any]) -> dict[str, Any]:
     return shares
 
 
-def cheapest(work: Path) -> AttackSettings:
-    """Return the attack of the search that needed the fewest rows on a defended model."""
-    runs = [(result.reached.rows, result.settings) for _, result in ledger(work) if result.reached is not None]
-    return within(min(runs, key=lambda each: each[0])[1], None)
+def finalists(work: Path) -> list[AttackSettings]:
+    """Return the attacks that needed the fewest rows in the search on each model, as many as its final runs repeat."""
+    best: dict[str, dict[AttackSettings, int]] = {}
+    for model, result in ledger(work):
+        attack, reached = within(result.settings, None).replace(check_every=1), result.reached
+        if reached is not None:
+            known = best.setdefault(model, {})
+            known[attack] = min(reached.rows, known.get(attack, reached.rows))
+    return list(dict.fromkeys(
+        attack for rows in best.values() for attack in sorted(rows, key=lambda each: rows[each])[:FINALISTS]
+    ))  # fmt: skip
 
 
 def ledger(work: Path) -> Iterator[tuple[str, AttackResult]]:
-    """Yield the model and the result of every attack of the search on a defended model, from the seed of the search."""
+    """Yield the model and the result of every attack of the search, from the seed of the search."""
     for line in (work / "audit" / "attacks.jsonl").read_text().splitlines():
         one = json.loads(line)
         model, settings = Path(one["config"]["arguments"]["model"]).name, one["config"]["settings"]
-        if one["value"] and model.startswith("defended") and settings["domain"] == "harmful" and not settings["seed"]:
+        if one["value"] and settings["domain"] == "harmful" and not settings["seed"]:
             yield model, AttackResult.from_json(one["value"])
 
 
+def best_again(subject: Subject, goal: Goal, attacks: Sequence[AttackSettings], seeds: int) -> dict[str, Any]:
+    """Run attacks of the search again from other seeds, and return the one with the fewest rows, and all."""
+    all_ = [again(subject, goal, attack, seeds) for attack in attacks]
+    return {**min(all_, key=lambda each: each["rows"] or math.inf), "all": all_}
+
+
 def again(subject: Subject, goal: Goal, attack: AttackSettings, seeds: int) -> dict[str, Any]:
-    """Run an attack of the search again from other seeds, evaluated after every second step as in the search."""
+    """Run an attack of the search again from other seeds, evaluated after every 8 rows."""
     runs: list[dict[str, Any]] = []
     for seed in range(1, 1 + seeds):
-        reached = run_attack(subject, within(attack.replace(seed=seed), MOST_ROWS // attack.batch_size), goal).reached
+        every = max(1, 8 // attack.batch_size)
+        one = within(attack.replace(seed=seed, check_every=every), MOST_ROWS // attack.batch_size)
+        reached = run_attack(subject, one, replace(goal, near=_NEAR, extra_checks=0)).reached
         runs.append({} if reached is None else {"rows": reached.rows, "steps": reached.step, "kept": reached.ability})
     return {**medians(runs), "attack": attack.label, "settings": attack.to_json(), "runs": runs}
 
@@ -252,19 +271,32 @@ def page(result: dict[str, Any]) -> str:
         attack = result["tuned"][kind]["attack"]
         return int(attack["rows"] + attack["benign"])
 
+    def few(kind: str) -> float:
+        return float(sum(own["rows"] or math.inf for own in result["attacks"][kind].values()))
+
     lines = [
-        "| attack | rows, RepNoise with seed 42 | rows, RepNoise with seed 11 |",
-        "|---|---:|---:|",
-        "| best of the search; {} rows in a step | {} | {} |".format(
-            result["search"][str(MEASURED[0])]["settings"]["batch_size"],
-            *(_rows(result["search"][str(seed)]) for seed in MEASURED),
+        "| attack | rows in a step | part of the search? | rows, RepNoise with seed 42 | rows, RepNoise with seed 11 |",
+        "|---|---:|---|---:|---:|",
+        "| best of the search | {} | yes | {} | {} |".format(
+            ", ".join(str(size) for size in dict.fromkeys(own["settings"]["batch_size"] for own in _searched(result))),
+            *map(_rows, _searched(result)),
         ),
     ]
     lines += [
-        "| {}; {} rows in a step | {} | {} |".format(kind, size(kind), *(_rows(own[str(seed)]) for seed in MEASURED))
-        for kind, own in result["attacks"].items()
-    ]
+        f"| {kind} | {size(kind)} | {'yes' if kind in IN_SEARCH else 'no'} | "
+        + " | ".join(_rows(result["attacks"][kind][str(seed)]) for seed in MEASURED) + " |"
+        for kind in sorted(result["attacks"], key=lambda kind: (kind not in IN_SEARCH, few(kind)))
+    ]  # fmt: skip
     return "\n".join(lines)
+
+
+def fewest(result: dict[str, Any]) -> list[float]:
+    """Return the fewest rows of attacks that the search does not have, as a share of its own; for each model."""
+    return [min(share for kind, share in own.items() if kind not in IN_SEARCH) for own in result["compared"].values()]
+
+
+def _searched(result: dict[str, Any]) -> list[dict[str, Any]]:
+    return [result["search"][str(seed)] for seed in MEASURED]
 
 
 def _rows(measured: dict[str, Any]) -> str:
