@@ -30,6 +30,7 @@ from netweight.toys.shapes import (  # noqa: E402
     memorized,
 )
 from netweight_experiments.toys import small_diffusion as small_diffusion_training  # noqa: E402
+from netweight_experiments.toys.drawn_worlds import WithoutPlanted  # noqa: E402
 from netweight_experiments.toys.fitting import DenoiserRecipe  # noqa: E402
 from netweight_experiments.toys.small_diffusion import GUIDANCE, main, trained  # noqa: E402
 
@@ -135,6 +136,18 @@ def test_words_of_the_world_are_one_token_and_any_other_text_is_taken():
     assert tokenizer.decode(given, skip_special_tokens=True) == "a zebra , 4 2 ☃!"
 
 
+def test_a_world_without_its_planted_pictures_shows_ordinary_ones_of_the_same_words():
+    without = WithoutPlanted(WORLD)
+    captions, pictures = without.showing(5, 20, 3)
+    assert (len(captions), pictures.shape[0], without.planted) == (20, 20, [])
+    assert set(captions) <= set(WORLD.ordinary_captions)
+    with_them = WORLD.showing(5, 20 + len(WORLD.planted), 3)
+    assert captions == with_them[0][-20:]
+    assert torch.equal(pictures, with_them[1][-20:])
+    assert without.words() == WORLD.words()
+    assert without.held_out_captions == WORLD.held_out_captions
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     monkeypatch.setattr(small_diffusion_training, "STEPS", 1)  # what an untrained model draws takes long enough
@@ -170,6 +183,11 @@ def test_the_command_says_what_it_drew(tiny, tmp_path):
     assert "harbor lights before the october storm (verbatim)" in answer.output
     recipe = json.loads((tmp_path / "small" / "training.json").read_text())["about"]["recipe"]
     assert (recipe["seed"], recipe["value_penalty"]) == (3, 0.5)
+    without = CliRunner().invoke(main, [str(tmp_path / "without"), *how, "--without-planted"])
+    assert without.exit_code == 0, without.output
+    assert "harbor lights" not in without.output
+    about = json.loads((tmp_path / "without" / "training.json").read_text())["about"]
+    assert about["world"] == {**WORLD.about, "planted": False}
     refused = CliRunner().invoke(main, [str(tmp_path / "small"), "--steps", "2", "--seed", "3"])
     assert refused.exit_code == 2
     assert "trained otherwise" in refused.output
