@@ -344,6 +344,14 @@ def test_middle_rates_are_also_tried_in_other_prompt_formats():
     assert len({order[0].lr, order[1].lr, order[2].lr}) == 1
 
 
+def test_the_best_attacks_on_other_models_are_tried_first(tmp_path):
+    known = START.replace(max_steps=None, lr=0.3, optimizer="sgd")
+    how = {"most": 8, "rounds": 0, "folder": tmp_path, "engine": in_process, "held": HELD}
+    name, start = SubjectName("one", PLACE, {"weight_scale": 0.2}), first_attacks(samples=60, batch_size=20)
+    found = search_one(name, start, Goal(0.9), known=[known], until=0.0, **how)
+    assert [within(run.result.settings, None) for run in found.runs] == [known]
+
+
 def test_the_duration_of_an_attack_is_estimated_from_others():
     def run(settings, **last):
         evaluation = Evaluation(4, 0.5, rows=32, **last)

@@ -31,7 +31,7 @@ class OutsideAttack:
 
     lr: float = 4e-3
     optimizer: str = "adam"
-    """One of those below, or a class of the package pytorch-optimizer, with its defaults."""
+    """adam, muon, lion, schedule-free or shampoo, or a class of the package pytorch-optimizer with its defaults."""
     rows: int = 4
     """Harmful rows in a step."""
     benign: int = 4

@@ -57,8 +57,8 @@ _FEW_ROWS = 4
 _IN_FORMATS = 3
 # Changes of one attack, each of which made it better, that are tried together in the next round.
 _MOST_TOGETHER = 4
-# Most of a search's time would go into scores of attacks that are far from recovery. A token accuracy on some of the
-# held-out rows differs from that of all rows by less than this.
+# Most of a search's time would go into scores of attacks that are far from recovery. Token accuracies on some of the
+# held-out rows and on all of them hardly ever differ by more than this; if they do, a recovery is seen a little later.
 _NEAR = 0.12
 
 
@@ -235,6 +235,7 @@ def search_one(
     *,
     most: int,
     cost: Cost = "steps",
+    known: Sequence[AttackSettings] = (),
     held: frozenset[str] = frozenset(),
     rounds: int = ROUNDS,
     until: float | None = None,
@@ -247,10 +248,11 @@ def search_one(
 
     Args:
         subject: What is attacked.
-        start: What is tried first; the limits of their steps do not matter.
+        start: What the search begins with, in all prompt formats; the limits of their steps do not matter.
         goal: When an attack has won.
         most: Steps, or rows, after which an attack is given up.
         cost: Which of both is to be small.
+        known: The best attacks on other models, which are tried before `start`.
         held: Fields of the settings that are not varied.
         rounds: Most rounds of neighbors.
         until: Time on `time.monotonic` from which on no further attack begins; None for no limit.
@@ -300,8 +302,8 @@ def search_one(
     every: list[AttackOutcome] = []
     ordered: list[AttackSettings] = []
     changes: dict[AttackSettings, list[AttackSettings]] = {}
-    pool = list(dict.fromkeys(within(each, None) for each in start))
-    pool = widest_first(pool, () if "template" in held else model.formats(pool[0].domain))
+    formats = () if "template" in held else model.formats(start[0].domain)
+    pool = list(dict.fromkeys(within(each, None) for each in (*known, *widest_first(start, formats))))
     for turn in range(1 + rounds):
         name = f"{title}, round {turn} of at most {rounds}" if turn else f"{title}, first attacks"
         before = _least(runs.values(), cost)
@@ -448,12 +450,13 @@ def search_all(
     """Search for attacks on several models: on the first for `most` steps, on others `longer` times what that took.
 
     Every model is searched twice, for few steps and for few rows, and controls as hard as the model in question. The
-    other searches begin with the best attacks on the first one, too. `bounded` leaves the limit at `most`; the searches
+    other searches begin with the best attacks on the models before. `bounded` leaves the limit at `most`; the searches
     share the time `until` a limit; `how` is passed to `search_one`. Where the rows per step are `held`, the second
     search would be the first and is left out.
     """
     results: dict[str, SearchResult] = {}
-    candidates = list(start)
+    best: list[AttackSettings] = []
+    fewest: list[AttackSettings] = []
     few = [] if "batch_size" in held else few_row_attacks(start)
     # The number of searches that remain.
     searches = number = len(subjects) * (2 if few else 1)
@@ -461,15 +464,15 @@ def search_all(
     for subject in subjects:
         end = share_of_time(until, searches)
         name = f"search {number - searches + 1} of {number}, on {subject.name} for few steps"
-        by_steps = search_one(subject, candidates, goal, most=most, held=held, until=end, title=name, **how)
+        by_steps = search_one(subject, start, goal, most=most, known=best, held=held, until=end, title=name, **how)
         results[subject.name] = by_steps
         searches -= 1
         if few:
-            begin = list(dict.fromkeys([*few, *few_row_attacks(by_steps.best[:FINALISTS])]))
+            known = [*fewest, *few_row_attacks(by_steps.best[:FINALISTS])]
             end = share_of_time(until, searches)
             name = f"search {number - searches + 1} of {number}, on {subject.name} for few rows"
             by_rows = search_one(
-                subject, begin, goal, most=most_rows, cost="rows", held=held, until=end, title=name, **how
+                subject, few, goal, most=most_rows, cost="rows", known=known, held=held, until=end, title=name, **how
             )
             searches -= 1
             results[subject.name] = replace(
@@ -478,8 +481,8 @@ def search_all(
             )  # fmt: skip
         # What was found on one model is tried first on the next.
         found = results[subject.name]
-        candidates = list(dict.fromkeys([*found.best[:FINALISTS], *candidates]))
-        few = list(dict.fromkeys([*found.fewest_rows[:FINALISTS], *few]))
+        best = [*found.best[:FINALISTS], *best]
+        fewest = [*found.fewest_rows[:FINALISTS], *fewest]
         if len(results) == 1:
             first = results[subject.name]
             if not bounded:

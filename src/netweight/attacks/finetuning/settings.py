@@ -118,7 +118,7 @@ class AttackSettings(Settings):
         if self.optimizer == "schedule-free" and self.precision == "rounded":
             raise UsageError(
                 "Schedule-free AdamW does not round its steps at random.",
-                cure="Use --precision fp32, or leave out --optimizer schedule-free.",
+                cure="Use --precision fp32, or another optimizer.",
             )
         if self.max_steps is not None and self.benign_first >= self.max_steps:
             raise UsageError(
